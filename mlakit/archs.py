@@ -1,0 +1,190 @@
+"""Architectures: parse their names, find the devices here, know their limits."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from mlakit.datafiles import data_dir
+from mlakit.errors import MisuseError, unknown
+
+_TRIPLE = "amdgcn-amd-amdhsa--"
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One product of ``data/archs.csv``; None where no source gave the figure."""
+
+    name: str
+    product: str
+    vendor: str
+    compute_units: int | None
+    wave_sizes: tuple[int, ...]
+    lds_kib: int | None
+    vgpr_file_kib: int | None
+    l2_mib: float | None
+    llc_mib: float | None
+    memory_gib: float | None
+    hbm_gbps: float | None
+    max_clock_mhz: float | None
+    fp8_format: str | None
+    mxfp4_native: bool
+    bf16_convert: str
+    source: str
+    confidence: str
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+@cache
+def products() -> tuple[Arch, ...]:
+    """Every product of ``data/archs.csv``; several products may share one arch."""
+    found = []
+    with open(data_dir() / "archs.csv", newline="", encoding="utf-8") as file:
+        for r in csv.DictReader(file):
+            found.append(
+                Arch(
+                    name=r["arch"],
+                    product=r["product"],
+                    vendor=r["vendor"],
+                    compute_units=int(r["compute_units"]) if r["compute_units"] else None,
+                    wave_sizes=tuple(int(w) for w in r["wave_sizes"].split("|") if w),
+                    lds_kib=int(r["lds_kib"]) if r["lds_kib"] else None,
+                    vgpr_file_kib=int(r["vgpr_file_kib"]) if r["vgpr_file_kib"] else None,
+                    l2_mib=_number(r["l2_mib"]),
+                    llc_mib=_number(r["llc_mib"]),
+                    memory_gib=_number(r["memory_gib"]),
+                    hbm_gbps=_number(r["hbm_gbps"]),
+                    max_clock_mhz=_number(r["max_clock_mhz"]),
+                    fp8_format=r["fp8_format"] or None,
+                    mxfp4_native=r["mxfp4_native"] == "yes",
+                    bf16_convert=r["bf16_convert"],
+                    source=r["source"],
+                    confidence=r["confidence"],
+                )
+            )
+    return tuple(found)
+
+
+@cache
+def known() -> tuple[str, ...]:
+    """The arch names a person may ask for: ``cpu`` and each arch of the table, once."""
+    return ("cpu", *dict.fromkeys(p.name for p in products()))
+
+
+@cache
+def arch(name: str) -> Arch:
+    """The first product listed for ``name``'s base arch.
+
+    Raises:
+        MisuseError: the arch is not in the table (``cpu`` has no row either).
+    """
+    base = base_name(name)
+    for p in products():
+        if p.name == base:
+            return p
+    raise unknown("arch", name, known())
+
+
+def base_name(raw: str) -> str:
+    """The device arch in a raw name: ``gfx942:sramecc+:xnack-`` is ``gfx942``.
+
+    Accepts a full target triple, ``sm90``/``sm_90a`` spellings and ``cpu``. A generic target such
+    as ``gfx9-4-generic`` is kept whole: it is a compile target, never a device. Base names are
+    compared whole, never by substring (``gfx9`` is inside both ``gfx90a`` and ``gfx942``).
+    """
+    name = raw.strip().lower().removeprefix(_TRIPLE).split(":")[0]
+    sm = re.fullmatch(r"sm_?(\d+)[a-z]?", name)
+    return f"sm_{sm.group(1)}" if sm else name
+
+
+def is_device_arch(name: str) -> bool:
+    """Whether ``name`` (a base name) names real hardware rather than a generic target."""
+    return name == "cpu" or bool(re.fullmatch(r"gfx[0-9a-f]{3,5}|sm_\d+", name))
+
+
+def check(raw: str) -> str:
+    """The base name of ``raw`` if mlakit knows that arch.
+
+    Raises:
+        MisuseError: unknown arch, with the nearest match.
+    """
+    base = base_name(raw)
+    if base not in known():
+        if not is_device_arch(base) and base.startswith("gfx"):
+            raise MisuseError(
+                f"arch {raw!r} is a generic compile target, not a device; "
+                f"name a device arch: {', '.join(known())}"
+            )
+        raise unknown("arch", raw, known())
+    return base
+
+
+def vendor_of(name: str) -> str:
+    """``amd``, ``nvidia`` or ``cpu`` for a base arch name."""
+    return "amd" if name.startswith("gfx") else "nvidia" if name.startswith("sm_") else "cpu"
+
+
+def fp8_format(name: str) -> str | None:
+    """The FP8 encoding of an arch: ``fp8_fnuz`` (gfx942), ``fp8_ocp``, or None where it has none.
+
+    The CPU computes in OCP, the encoding that torch's float8_e4m3fn holds.
+    """
+    return "fp8_ocp" if name == "cpu" else arch(name).fp8_format
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device that torch sees now; every figure is read from the device, none from a table."""
+
+    index: int
+    name: str
+    vendor: str
+    arch: str
+    arch_raw: str
+    compute_units: int
+    memory_bytes: int
+    l2_bytes: int | None
+    uuid: str
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """The GPUs torch can use; empty on a machine without one. Never raises.
+
+    The vendor comes from torch's build (``torch.version.hip``) and the device's own properties,
+    never from ``cuda.is_available()`` alone, nor from folders or tools on disk.
+    """
+    import torch
+
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return tuple(_device(torch, i) for i in range(count))
+    except (RuntimeError, AssertionError):
+        return ()
+
+
+def _device(torch, index: int) -> Device:
+    p = torch.cuda.get_device_properties(index)
+    amd = torch.version.hip is not None
+    raw = p.gcnArchName if amd else f"sm_{p.major}{p.minor}"
+    return Device(
+        index=index,
+        name=p.name,
+        vendor="amd" if amd else "nvidia",
+        arch=base_name(raw),
+        arch_raw=raw,
+        compute_units=p.multi_processor_count,
+        memory_bytes=p.total_memory,
+        l2_bytes=getattr(p, "L2_cache_size", None),
+        uuid=str(getattr(p, "uuid", f"index-{index}")),
+    )
+
+
+def here() -> tuple[str, ...]:
+    """The base arch names present on this machine; ``cpu`` is always the last."""
+    return (*dict.fromkeys(d.arch for d in devices()), "cpu")

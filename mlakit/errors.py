@@ -1,0 +1,39 @@
+"""The errors a person can act on, the exit codes, and the near-match hint."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What every mlakit command returns to the shell."""
+
+    OK = 0
+    REGRESSION = 1
+    MISUSE = 2
+    FAILED = 3
+    INCOMPLETE = 4
+    TIMED_OUT = 5
+    KILLED = 6
+    NO_KERNEL = 7
+
+
+class MisuseError(ValueError):
+    """What was asked for cannot be; the message is one line and says what to do instead."""
+
+
+class RefusedError(RuntimeError):
+    """A path was asked for by name and cannot run here; the message says why."""
+
+
+def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
+    """A ``MisuseError`` for a name outside ``known``, with the nearest match when there is one."""
+    names = sorted(str(k) for k in known)
+    near = difflib.get_close_matches(
+        str(given).lower(), [n.lower() for n in names], n=1, cutoff=0.5
+    )
+    by_lower = {n.lower(): n for n in names}
+    hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
+    return MisuseError(f"unknown {kind} {given!r}: {hint}known: {', '.join(names)}")

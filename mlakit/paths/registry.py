@@ -1,0 +1,72 @@
+"""The registry: every path by name, what it can do, and why it cannot run where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from mlakit.context import Context
+from mlakit.errors import unknown
+
+MODULES = (
+    "torch_native",
+    "torch_rms_norm",
+    "torch_rms_norm_copied",
+    "inductor",
+    "dual_stream",
+    "cpu_fused",
+    "triton_fused",
+)
+"""One module of ``mlakit.paths`` a path; the order is the order of tables."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One named way to run the step.
+
+    ``call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None) -> (q_out, k_out)``; q: (M, q_lora_rank),
+    k: (M, kv_lora_rank), same rows, unit inner stride, any row stride; outputs contiguous, or
+    ``out``'s two tensors. ``q`` may have width 0 (models without a q latent).
+    """
+
+    name: str
+    text: str
+    """one line for a person"""
+    call: Callable
+    supports: Callable[[Context], str | None]
+    """None if it can run in a context, else one line that says why not; pure, imports nothing"""
+    rounding: str
+    """a name of ``mlakit.rounding.ROUNDINGS``"""
+    launches: int
+    """kernel launches a call takes on a GPU; 1 is what fusing means"""
+    output: str = "none"
+    """what q is delivered as: a quant of ``mlakit.context.QUANTS``"""
+    fused: bool = False
+    copies: bool = False
+    """the path copies its inputs first, and the copy is part of its time"""
+    timed: bool = True
+    """False: correctness only on a CPU (interpreter); may never enter a timing table there"""
+
+
+@cache
+def get(name: str) -> Path:
+    """The path called ``name``.
+
+    Raises:
+        MisuseError: no such path, with the nearest match.
+    """
+    if name not in MODULES:
+        raise unknown("path", name, MODULES)
+    return importlib.import_module(f"mlakit.paths.{name}").PATH
+
+
+def names() -> tuple[str, ...]:
+    """Every path's name."""
+    return MODULES
+
+
+def all_paths() -> tuple[Path, ...]:
+    """Every path; importing their modules loads no optional package."""
+    return tuple(get(n) for n in MODULES)

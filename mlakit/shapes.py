@@ -1,0 +1,145 @@
+"""MLA models and the widths of their latent norms."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+
+from mlakit.datafiles import data_dir
+from mlakit.errors import MisuseError, unknown
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Elements per row of the step: q part, kv part, and the rope part behind them.
+
+    ``q_lora_rank`` is 0 for models without a q latent (kv alone is normalised).
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int = 64
+
+    @property
+    def hidden(self) -> int:
+        """Normalised elements per row: q_lora_rank + kv_lora_rank."""
+        return self.q_lora_rank + self.kv_lora_rank
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of the qkv_a buffer to the next."""
+        return self.hidden + self.qk_rope_head_dim
+
+    def __str__(self) -> str:
+        return f"{self.q_lora_rank}+{self.kv_lora_rank}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One MLA model as ``data/models.csv`` has it; None where no source gave the figure."""
+
+    name: str
+    aliases: tuple[str, ...]
+    hf_id: str
+    hidden_size: int | None
+    num_layers: int | None
+    mla_layers: int | None
+    num_heads: int | None
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int | None
+    qk_rope_head_dim: int
+    v_head_dim: int | None
+    config_rms_norm_eps: float | None
+    hf_latent_norm_eps: float | None
+    serving_latent_norm_eps: float | None
+    scale_q: float | None
+    scale_kv: float | None
+    source: str
+    confidence: str
+
+    @property
+    def widths(self) -> Widths:
+        """The pair's widths and what lies behind them in the qkv_a row."""
+        return Widths(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim)
+
+    @property
+    def eps(self) -> float:
+        """The eps that serving engines use; 1e-6 (DeepSeek's) where no source gave one."""
+        return self.serving_latent_norm_eps or 1e-6
+
+
+def _int(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def _float(text: str) -> float | None:
+    return float(text) if text else None
+
+
+@cache
+def models() -> tuple[Model, ...]:
+    """Every model of ``data/models.csv``, in the file's order."""
+    found = []
+    with open(data_dir() / "models.csv", newline="", encoding="utf-8") as file:
+        for r in csv.DictReader(file):
+            found.append(
+                Model(
+                    name=r["model"],
+                    aliases=tuple(a for a in r["aliases"].split("|") if a),
+                    hf_id=r["hf_id"],
+                    hidden_size=_int(r["hidden_size"]),
+                    num_layers=_int(r["num_layers"]),
+                    mla_layers=_int(r["mla_layers"]),
+                    num_heads=_int(r["num_heads"]),
+                    q_lora_rank=_int(r["q_lora_rank"]) or 0,
+                    kv_lora_rank=int(r["kv_lora_rank"]),
+                    qk_nope_head_dim=_int(r["qk_nope_head_dim"]),
+                    qk_rope_head_dim=_int(r["qk_rope_head_dim"]) or 0,
+                    v_head_dim=_int(r["v_head_dim"]),
+                    config_rms_norm_eps=_float(r["config_rms_norm_eps"]),
+                    hf_latent_norm_eps=_float(r["hf_latent_norm_eps"]),
+                    serving_latent_norm_eps=_float(r["serving_latent_norm_eps"]),
+                    scale_q=_float(r["scale_q"]),
+                    scale_kv=_float(r["scale_kv"]),
+                    source=r["source"],
+                    confidence=r["confidence"],
+                )
+            )
+    return tuple(found)
+
+
+@cache
+def _by_name() -> dict[str, Model]:
+    return {n.lower(): m for m in models() for n in (m.name, *m.aliases)}
+
+
+def model(name: str) -> Model:
+    """The model called ``name`` (any case, aliases too).
+
+    Raises:
+        MisuseError: no such model; the message gives the nearest name.
+    """
+    found = _by_name().get(name.strip().lower())
+    if found is None:
+        raise unknown("model", name, [m.name for m in models()])
+    return found
+
+
+def parse_hidden(text: str) -> Widths:
+    """Widths from ``"1536+512"``, ``"1536+512+64"`` (with the rope part) or a model's name.
+
+    Raises:
+        MisuseError: neither three numbers, two numbers, nor a known model.
+    """
+    parts = text.split("+")
+    if len(parts) in (2, 3) and all(p.strip().isdecimal() for p in parts):
+        q, kv, *rope = (int(p) for p in parts)
+        if kv < 1 or max(q, kv) > 65536:
+            raise MisuseError(
+                f"hidden {text!r}: kv must be 1 to 65536 and q 0 to 65536; "
+                "write q+kv, for example 1536+512"
+            )
+        return Widths(q, kv, rope[0] if rope else 64)
+    return model(text).widths
