@@ -1,4 +1,4 @@
-"""Seeded inputs for the step: never unit scale alone, never unit weights, laid out as split views."""
+"""Seeded inputs for the step: split views, non-unit weights, and families that hide nothing."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ MODULES = (
 class Path:
     """One named way to run the step.
 
-    ``call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None) -> (q_out, k_out)``; q: (M, q_lora_rank),
-    k: (M, kv_lora_rank), same rows, unit inner stride, any row stride; outputs contiguous, or
-    ``out``'s two tensors. ``q`` may have width 0 (models without a q latent).
+    ``call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None) -> (q_out, k_out)``;
+    q: (M, q_lora_rank), k: (M, kv_lora_rank), same rows, unit inner stride, any row stride;
+    outputs contiguous, or ``out``'s two tensors. ``q`` may have width 0 (no q latent).
     """
 
     name: str
