@@ -44,7 +44,8 @@ class Context:
     q_eps: float = 1e-6
     k_eps: float = 1e-6
     use_aiter: bool = False
-    aiter_api: str = "none"
+    aiter_api: str = ""
+    """generation of AITER's dual norm; empty: pair where AITER may be assumed, else none"""
     hip_version: tuple[int, ...] = ()
     capture: bool = False
     compiled: bool = False
@@ -58,6 +59,9 @@ class Context:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", check(self.arch))
+        if not self.aiter_api:
+            assumed = "pair" if self.vendor == "amd" and "aiter" in self.packages else "none"
+            object.__setattr__(self, "aiter_api", assumed)
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
             ("norm_weight_dtype", self.norm_weight_dtype, DTYPES),

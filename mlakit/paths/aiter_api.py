@@ -1,0 +1,208 @@
+"""AITER's dual norm in all its generations: find it without importing, choose by signature.
+
+Generations of ``fused_qk_rmsnorm`` (read in AITER's git tags):
+
+* ``none``: up to v0.1.11.post1, PyPI's 0.1.7 wheel included.
+* ``pair``: v0.1.12 to v0.1.13.post1, ``aiter.ops.fused_qk_norm_rope_cache_quant``; returns a pair.
+* ``unified``: v0.1.14 on, ``aiter.ops.fused_qk_rmsnorm_group_quant``; writes into buffers, returns
+  nothing. With quant type ``No`` the BF16 result goes into ``q_out_quantized``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+WANTED = "amd-aiter v0.1.12 or newer, installed as https://github.com/ROCm/aiter says"
+NAME = "fused_qk_rmsnorm"
+UNIFIED_MODULE = "aiter.ops.fused_qk_rmsnorm_group_quant"
+PAIR_MODULE = "aiter.ops.fused_qk_norm_rope_cache_quant"
+
+_PAIR = ("q", "q_weight", "q_eps", "k", "k_weight", "k_eps")
+_UNIFIED = frozenset(
+    "q_out_quantized q q_weight q_epsilon k_out k k_weight k_epsilon quant_type".split()
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of AITER is here: ``generation`` none, pair or unified; ``error`` None or one line."""
+
+    generation: str
+    version: str | None
+    file: str | None
+    signature: str | None
+    error: str | None
+
+
+def generation_of(parameters: Iterable[str]) -> str | None:
+    """``pair`` or ``unified`` for the parameter names of a dual norm; None for any others."""
+    names = tuple(parameters)
+    if names == _PAIR:
+        return "pair"
+    return "unified" if set(names) >= _UNIFIED else None
+
+
+def find() -> Found:
+    """Look for AITER's distribution and symbols, reading its source; imports nothing of it.
+
+    ``aiter`` on PyPI is an unrelated package, so the distribution's name decides, not the module's.
+    Never raises.
+    """
+    try:
+        spec = importlib.util.find_spec("aiter")
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    file = str(folders[0]) if folders else None
+    try:
+        version = importlib.metadata.version("amd-aiter")
+    except importlib.metadata.PackageNotFoundError:
+        return Found("none", None, file, None, _not_amd(file))
+    if not folders:
+        return Found(
+            "none", version, None, None, f"amd-aiter {version} has no aiter folder; reinstall"
+        )
+    for module in (UNIFIED_MODULE, PAIR_MODULE):
+        names = _parameters(folders, module)
+        if names is None:
+            continue
+        signature = f"{NAME}({', '.join(names)})"
+        generation = generation_of(names)
+        if generation is None:
+            why = f"amd-aiter {version} has an unknown signature: {signature}"
+            return Found("none", version, file, signature, why)
+        return Found(generation, version, file, signature, None)
+    why = f"amd-aiter {version} has no {NAME}; wanted: {WANTED}"
+    return Found("none", version, file, None, why)
+
+
+def _not_amd(file: str | None) -> str:
+    if file is None:
+        return f"no AITER here; wanted: {WANTED}"
+    try:
+        version = importlib.metadata.version("aiter")
+        what = f"the package aiter {version}, an unrelated iterator helper,"
+    except importlib.metadata.PackageNotFoundError:
+        what = "a folder called aiter"
+    return f"{what} at {file} is not AMD's AITER; wanted: {WANTED}"
+
+
+def _parameters(folders: list[Path], module: str) -> tuple[str, ...] | None:
+    """Parameter names of the dual norm in ``module``'s source; None where it has none."""
+    parts = module.split(".")[1:]
+    for folder in folders:
+        file = folder.joinpath(*parts).with_suffix(".py")
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError):
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == NAME:
+                a = node.args
+                return tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
+    return None
+
+
+@dataclass(frozen=True)
+class Api:
+    """An imported dual norm: call it through ``call``, never by position."""
+
+    generation: str
+    signature: str
+    call: Callable
+    """call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out): fills the two outputs"""
+
+
+def load() -> Api:
+    """Import AITER and adapt its dual norm by signature.
+
+    Raises:
+        ImportError: one line. AITER's import may raise anything (RuntimeError without ROCm,
+            KeyError or OSError on odd machines); every such failure arrives as this.
+    """
+    seen = []
+    for module in (UNIFIED_MODULE, PAIR_MODULE):
+        function = getattr(_import(module), NAME, None)
+        if function is None:
+            continue
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise ImportError(f"{module}.{NAME} has no readable signature: {error}") from error
+        signature = f"{NAME}({', '.join(parameters)})"
+        generation = generation_of(parameters)
+        if generation == "pair":
+            return Api(generation, signature, _pair(function))
+        if generation == "unified":
+            quant_type = getattr(_import("aiter.ops.enum"), "QuantType", None)
+            if quant_type is None:
+                raise ImportError("aiter.ops.enum has no QuantType")
+            return Api(generation, signature, _unified(function, quant_type.No))
+        seen.append(signature)
+    if seen:
+        raise ImportError(f"AITER's dual norm has an unknown signature: {'; '.join(seen)}")
+    raise ImportError(f"this AITER has no {NAME}; wanted: {WANTED}")
+
+
+def _import(name: str):
+    """The module, or None where AITER lacks just that file.
+
+    Raises:
+        ImportError: AITER itself does not import.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name and "aiter" in sys.modules:
+            return None
+        raise ImportError(f"aiter does not import: {one_line(error)}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ImportError(f"aiter does not import: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """``Type: first line of the message``, cut at 200 characters."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:200]
+
+
+def _pair(function: Callable) -> Callable:
+    def call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out):
+        q_new, k_new = function(
+            q=q, q_weight=q_weight, q_eps=q_eps, k=k, k_weight=k_weight, k_eps=k_eps
+        )
+        return q_new, k_new
+
+    return call
+
+
+def _unified(function: Callable, no_quant: object) -> Callable:
+    def call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out):
+        function(
+            q_out_quantized=q_out,
+            q_out_scale=None,
+            q=q,
+            q_weight=q_weight,
+            q_epsilon=q_eps,
+            q_out_unquantized=None,
+            k_out=k_out,
+            q_res_out=None,
+            k=k,
+            k_weight=k_weight,
+            k_epsilon=k_eps,
+            q_residual=None,
+            quant_type=no_quant,
+        )
+        return q_out, k_out
+
+    return call
