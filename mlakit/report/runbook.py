@@ -1,0 +1,272 @@
+"""Run one notebook in a child process and say truthfully how that went.
+
+The status never comes from the saved notebook: papermill saves a killed kernel, a timeout and a
+missing kernel as completed. It comes from the child's own record and the parent's wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.report import scrub
+
+STATUS_EXIT = {
+    "ok": ExitCode.OK,
+    "regression": ExitCode.REGRESSION,
+    "failed": ExitCode.FAILED,
+    "incomplete": ExitCode.INCOMPLETE,
+    "timed out": ExitCode.TIMED_OUT,
+    "killed": ExitCode.KILLED,
+    "no kernel": ExitCode.NO_KERNEL,
+}
+KERNEL = "mlakit-here"
+"""The name of a kernel spec made for each run: the running interpreter, registered or not."""
+
+
+@dataclass(frozen=True)
+class NotebookRun:
+    """How one notebook went; ``reason`` is one line, empty when ok."""
+
+    name: str
+    parameters: dict
+    status: str
+    reason: str
+    seconds: float
+    notebook: str
+    figures: int = 0
+
+
+def notebooks_dir() -> Path:
+    """The folder of mlakit's notebooks: ``notebooks/`` of a checkout, else the wheel's copy.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "notebooks", package / "_notebooks"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError("mlakit's notebooks are missing: install mlakit again")
+
+
+def declared_parameters(source: Path) -> dict:
+    """The names and defaults of a notebook's one ``parameters`` cell.
+
+    Raises:
+        MisuseError: no such cell, or more than one.
+    """
+    import ast
+
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+    if len(tagged) != 1:
+        raise MisuseError(
+            f"{source.name} has {len(tagged)} cells tagged 'parameters': it needs exactly one"
+        )
+    tree = ast.parse("".join(tagged[0]["source"]))
+    return {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+
+
+def check_parameters(source: Path, parameters: dict) -> dict:
+    """``parameters`` if the notebook declares each of them with a value of that type.
+
+    Raises:
+        MisuseError: an unknown name, with the near match, or a value of another type.
+    """
+    from mlakit.report.parameters import check
+
+    declared = declared_parameters(source)
+    for name in parameters:
+        if name not in declared:
+            raise unknown(f"parameter of {source.name}", name, declared)
+    return check(dict(parameters))
+
+
+def run_notebook(
+    source: Path,
+    target: Path,
+    parameters: dict,
+    *,
+    cell_limit_s: float = 300,
+    run_limit_s: float = 900,
+) -> NotebookRun:
+    """Execute ``source`` with ``parameters`` into ``target``; never raises for a failing notebook.
+
+    Both limits end the whole process tree; nothing is left running. What was executed is saved
+    in every case in which papermill saved anything, without paths, user, host and tokens.
+
+    Raises:
+        MisuseError: parameters that the notebook does not declare, before a kernel starts.
+    """
+    check_parameters(source, parameters)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlakit-") as scratch:
+        order = {
+            "source": str(source),
+            "target": str(target),
+            "parameters": parameters,
+            "cell_limit_s": cell_limit_s,
+            "record": str(Path(scratch) / "record.json"),
+        }
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mlakit.report.runbook"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=_environment(Path(scratch)),
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, errors = child.communicate(json.dumps(order), timeout=run_limit_s)
+            status, reason = _read_record(order["record"], child.returncode, errors)
+        except subprocess.TimeoutExpired:
+            status, reason = "timed out", f"over the run limit of {run_limit_s:g} s"
+        finally:
+            _end_tree(child.pid)
+            child.wait()
+    figures = _finish(target, status, reason)
+    if status == "ok" and figures is None:
+        status, reason = "incomplete", "the end marker is missing: not every cell ran"
+    return NotebookRun(
+        name=source.stem,
+        parameters=parameters,
+        status=status,
+        reason=scrub.text(reason),
+        seconds=time.monotonic() - started,
+        notebook=target.name if target.exists() else "",
+        figures=figures or 0,
+    )
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """The child's environment: works with no HOME, no display and any MPLBACKEND."""
+    spec = scratch / "share" / "kernels" / KERNEL
+    spec.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (spec / "kernel.json").write_text(
+        json.dumps({"argv": argv, "display_name": "mlakit", "language": "python"})
+    )
+    folders = {
+        "JUPYTER_RUNTIME_DIR": scratch / "runtime",
+        "JUPYTER_CONFIG_DIR": scratch / "config",
+        "IPYTHONDIR": scratch / "ipython",
+        "MPLCONFIGDIR": scratch / "matplotlib",
+    }
+    for folder in folders.values():
+        folder.mkdir()
+    return {
+        **os.environ,
+        **{k: str(v) for k, v in folders.items()},
+        "HOME": os.environ.get("HOME") or str(scratch),
+        "JUPYTER_PATH": os.pathsep.join(
+            filter(None, (str(scratch / "share"), os.environ.get("JUPYTER_PATH")))
+        ),
+        "MPLBACKEND": "agg",
+        "JUPYTER_PLATFORM_DIRS": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+
+
+def _read_record(path: str, code: int, errors: str) -> tuple[str, str]:
+    try:
+        record = json.loads(Path(path).read_text())
+        return record["status"], record["reason"]
+    except (OSError, ValueError):
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        if code < 0:
+            return "killed", f"the runner was ended by {signal.Signals(-code).name}"
+        return "failed", f"the runner stopped with exit code {code}: {last}"
+
+
+def _end_tree(pid: int) -> None:
+    """Kill a process and all that it started; kernels run in sessions of their own."""
+    for p in (*_descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(p, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [*_descendants(child), child]
+    return found
+
+
+def _finish(target: Path, status: str, reason: str) -> int | None:
+    """Scrub the saved notebook, write our status into it; the figures it counted, or None."""
+    import nbformat
+
+    if not target.exists():
+        return None
+    nb = scrub.notebook(nbformat.read(target, as_version=4))
+    code = [c for c in nb.cells if c.cell_type == "code" and c.source.strip()]
+    marks = [o.metadata.get("mlakit") for c in code for o in c.outputs if "metadata" in o]
+    ends = [m for m in marks if m and m.get("end")]
+    complete = bool(ends) and all(c.execution_count for c in code)
+    nb.metadata["mlakit"] = {"status": status, "reason": scrub.text(reason), "complete": complete}
+    nbformat.write(nb, target)
+    return ends[-1]["figures"] if complete else None
+
+
+def _child(order: dict) -> dict:
+    """Inside the child: execute, and classify what came of it."""
+    import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    try:
+        papermill.execute_notebook(
+            order["source"],
+            order["target"],
+            parameters=order["parameters"],
+            kernel_name=KERNEL,
+            language="python",
+            progress_bar=False,
+            log_output=False,
+            execution_timeout=int(order["cell_limit_s"]),
+            start_timeout=120,
+        )
+    except papermill.PapermillExecutionError as error:
+        return {"status": "failed", "reason": f"{error.ename}: {error.evalue}"}
+    except CellTimeoutError:
+        return {
+            "status": "timed out",
+            "reason": f"a cell took over its limit of {order['cell_limit_s']:g} s",
+        }
+    except DeadKernelError:
+        return {"status": "killed", "reason": "the kernel died"}
+    except NoSuchKernel as error:
+        return {"status": "no kernel", "reason": str(error)}
+    except ModuleNotFoundError as error:
+        return {"status": "no kernel", "reason": f"{error.name} is missing"}
+    return {"status": "ok", "reason": ""}
+
+
+def to_json(run: NotebookRun) -> dict:
+    """A plain dict for ``summary.json``."""
+    return asdict(run)
+
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    outcome = _child(task)
+    temporary = Path(task["record"] + ".tmp")
+    temporary.write_text(json.dumps(outcome))
+    temporary.rename(task["record"])

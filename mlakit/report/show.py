@@ -1,0 +1,125 @@
+"""What a notebook shows: tables, figures with a text alternative, notes, and the end marker.
+
+Everything is an explicit output (PNG or plain HTML), so papermill saves it, the report counts it,
+and nothing depends on a browser's scripts or on a matplotlib backend.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from mlakit.errors import MisuseError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_shown = {"figures": 0, "tables": 0}
+
+EVIDENCE_TEXT = {
+    "measured": "measured here, in this run",
+    "recorded": "recorded earlier on the named device",
+    "published": "published by others; the source stands beside it",
+    "modelled": "modelled; the model's error stands beside it",
+    "compiled": "read off a compiler's output",
+    "emulated": "another card's arithmetic reproduced here",
+}
+
+
+def parameters(values: dict) -> None:
+    """A table of the parameters in force, as this kernel holds them.
+
+    Raises:
+        MisuseError: a value of the wrong type or outside its set (checked in the kernel too).
+    """
+    from mlakit.report.parameters import NOTEBOOK_PARAMETERS, check
+
+    _shown.update(figures=0, tables=0)
+    held = {k: values[k] for k in NOTEBOOK_PARAMETERS if k in values}
+    check(held)
+    frame = pd.DataFrame({"parameter": list(held), "value": [repr(v) for v in held.values()]})
+    table(frame, "Parameters in force")
+
+
+def number(value: object) -> str:
+    """Four significant digits for floats, thousands kept apart for integers, text as it is."""
+    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return f"{int(value):,}" if abs(value) < 1e15 else f"{value:.4g}"
+
+
+def table_html(frame: pd.DataFrame, caption: str, head: int | None = None) -> str:
+    """``frame`` as an HTML table; every cell is escaped, text columns are left-aligned."""
+    rows = frame if head is None else frame.head(head)
+    columns = list(rows.columns)
+    out = [f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">']
+    out.append(f"<table><caption>{html.escape(caption)}</caption><thead><tr>")
+    out += [f'<th scope="col">{html.escape(str(c))}</th>' for c in columns]
+    out.append("</tr></thead><tbody>")
+    for row in rows.itertuples(index=False):
+        cells = []
+        for v in row:
+            kind = ' class="text"' if isinstance(v, str) else ""
+            cells.append(f"<td{kind}>{html.escape(number(v))}</td>")
+        out.append(f"<tr>{''.join(cells)}</tr>")
+    out.append("</tbody></table></div>")
+    if head is not None and len(frame) > head:
+        out.append(f'<p class="muted">{len(frame) - head} more rows are in the Parquet.</p>')
+    return "".join(out)
+
+
+def table(frame: pd.DataFrame, caption: str, head: int | None = None) -> None:
+    """Show ``frame`` as a table with a caption; ``head`` rows at most."""
+    _shown["tables"] += 1
+    _display({"text/html": table_html(frame, caption, head), "text/plain": frame.to_string()})
+
+
+def figure(fig: Figure, alt: str, frame: pd.DataFrame | None = None) -> None:
+    """Show a figure as PNG with its text alternative, and the numbers behind it in a fold.
+
+    Raises:
+        MisuseError: no text alternative.
+    """
+    if not alt.strip():
+        raise MisuseError("a figure needs a text alternative: say what it shows in one sentence")
+    png = io.BytesIO()
+    # A fixed metadata set: matplotlib would otherwise write its version and the time.
+    fig.savefig(png, format="png", bbox_inches="tight", metadata={"Software": "mlakit"})
+    _shown["figures"] += 1
+    _display({"image/png": png.getvalue(), "text/plain": alt}, {"image/png": {"alt": alt}})
+    if frame is not None and len(frame):
+        inner = table_html(frame, f"Numbers behind: {alt}", head=80)
+        _display({"text/html": f"<details><summary>the numbers</summary>{inner}</details>"})
+
+
+def note(text: str, kind: str = "") -> None:
+    """One paragraph, escaped; ``kind`` is '', ok, warn or bad."""
+    _display({"text/html": f'<p class="{html.escape(kind)}">{html.escape(text)}</p>'})
+
+
+def verdict(*sentences: str) -> None:
+    """The notebook's answer, in a box."""
+    inner = "".join(f"<p>{html.escape(s)}</p>" for s in sentences)
+    _display({"text/html": f'<div class="verdict">{inner}</div>'})
+
+
+def end() -> None:
+    """The end marker: without it a run does not count as complete."""
+    _display(
+        {"text/html": '<p class="muted">End of the notebook.</p>'},
+        {"mlakit": {"end": True, **_shown}},
+    )
+
+
+def _display(data: dict, metadata: dict | None = None) -> None:
+    from IPython.display import display
+
+    data.setdefault("text/plain", "")
+    display(data, raw=True, metadata=metadata or {})
