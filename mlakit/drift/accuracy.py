@@ -1,0 +1,219 @@
+"""Accuracy rows: every path of a cell, on every input family, held against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mlakit import archs
+from mlakit.context import Context
+from mlakit.dispatch.probe import context_for
+from mlakit.drift.ulp import Drift, compare, ulps
+from mlakit.errors import MisuseError
+from mlakit.inputs import TORCH_DTYPES, Inputs, make
+from mlakit.paths import registry
+from mlakit.paths.aiter_api import one_line
+from mlakit.records import ACCURACY_FIGURES, Cell, CellResult, check_row
+from mlakit.rounding import ROUNDINGS, oracle
+
+FAMILIES = ("normal", "outlier", "tiny", "large", "heavy", "sparse")
+"""Families of every accuracy row; zero and non-finite rows are the audit's."""
+
+MAX_ROWS = 4096
+"""Distinct rows made and judged. A larger batch repeats them, and its first and last are judged,
+so that a path still sees its true M and a lost last row still shows."""
+
+FORMULA_ULPS = {"bf16": 1, "fp16": 1, "fp32": 256}
+"""Ulps a path may be off its declared formula: a float32 sum of n terms leaves about sqrt(n) ulps
+in float32, which in 16 bits moves only elements next to a tie."""
+
+FORMULA_SHARE = 0.01
+"""Share of 16-bit elements that may differ from the declared formula before it is flagged."""
+
+AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
+_AITER_ROUNDING = {"software": "truncate", "hardware": "round_once"}
+
+
+def accuracy_cell(cell: Cell, *, device: str = "cpu", run: str | None = None) -> CellResult:
+    """One row per path, input family and output (q, k) of ``cell``, against float64.
+
+    A path that cannot run here gives one ``skipped`` row with the reason. A cell of an AMD arch
+    that is not here also gets ``emulated_rows``: AITER's arithmetic by a rounding formula.
+
+    Args:
+        cell: what to run; clock and cache are kept but mean nothing here.
+        device: where: ``cpu``, ``cuda``, ``cuda:1``.
+        run: the run's id, for ``run_id``.
+    """
+    context = context_for(cell, device)
+    base = _identity(cell, run)
+    rows = []
+    absent = None if _is_here(cell.arch, device) else f"no {cell.arch} device here"
+    for name in cell.paths:
+        path = registry.get(name)
+        reason = absent or path.supports(context)
+        if reason:
+            rows.append(_row(base, name, status="skipped", reason=reason))
+        else:
+            rows += _path_rows(base, path, cell, context, device)
+    if absent and archs.vendor_of(cell.arch) == "amd":
+        rows += emulated_rows(cell)
+    return CellResult(rows)
+
+
+def _is_here(arch: str, device: str) -> bool:
+    if device == "cpu":
+        return arch == "cpu"
+    return arch in archs.here()
+
+
+def _identity(cell: Cell, run: str | None) -> dict:
+    kept = "q_lora_rank kv_lora_rank m dtype quant layout clock cache arch seed".split()
+    return {k: getattr(cell, k) for k in kept} | {
+        "run_id": run,
+        "cell_id": cell.id,
+        "vendor": archs.vendor_of(cell.arch),
+        "model": cell.model or None,
+        "evidence": "measured",
+    }
+
+
+def _row(base: dict, path: str, **more) -> dict:
+    empty = dict.fromkeys(ACCURACY_FIGURES) | {"seed": base["seed"]}
+    return check_row(empty | base | {"path_requested": path} | more)
+
+
+def _inputs(cell: Cell, family: str, device: str) -> tuple[Inputs, torch.Tensor]:
+    """The cell's arguments, and the indices of the rows to judge."""
+    distinct = make(
+        min(cell.m, MAX_ROWS),
+        cell.widths,
+        cell.dtype,
+        weight_dtype=cell.norm_weight_dtype or None,
+        family=family,
+        layout=cell.layout,
+        eps=cell.eps,
+        seed=cell.seed,
+        device=device,
+    )
+    if cell.m <= MAX_ROWS:
+        return distinct, torch.arange(cell.m, device=device)
+    buffer = distinct.buffer.repeat(-(-cell.m // MAX_ROWS), 1)[: cell.m]
+    q, k, _ = buffer.split([cell.q_lora_rank, cell.kv_lora_rank, cell.qk_rope_head_dim], -1)
+    if cell.layout == "contiguous":
+        q, k = q.contiguous(), k.contiguous()
+    half = torch.arange(MAX_ROWS // 2, device=device)
+    judged = torch.cat([half, half + cell.m - MAX_ROWS // 2])
+    return replace(distinct, buffer=buffer, q=q, k=k), judged
+
+
+def _path_rows(
+    base: dict, path: registry.Path, cell: Cell, context: Context, device: str
+) -> list[dict]:
+    rows = []
+    for family in FAMILIES:
+        try:
+            given, judged = _inputs(cell, family, device)
+            q_out, k_out = path.call(*given.args)
+        except MisuseError as error:
+            return [_row(base, path.name, status="skipped", reason=str(error))]
+        except Exception as error:
+            # whatever a path raises is its row's status; the cell's other paths go on
+            lost = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            rows.append(
+                _row(
+                    base,
+                    path.name,
+                    status="oom" if lost else "failed",
+                    reason=one_line(error),
+                    input_family=family,
+                )
+            )
+            continue
+        parts = (("q", q_out, given.q, given.q_weight), ("k", k_out, given.k, given.k_weight))
+        for output, got, x, weight in parts:
+            if x.shape[-1]:
+                found = _judge(path, output, got, x[judged], weight, cell, judged)
+                rows.append(_row(base, path.name, input_family=family, output=output, **found))
+    return rows
+
+
+def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
+    """Status, figures and flags of one output. x and the judged rows of ``got``: (rows, N)."""
+    want = oracle(x, weight, cell.eps)
+    common = {"path_ran": path.name, "reference": "float64", "rounding": path.rounding}
+    if not isinstance(got, torch.Tensor):
+        drift = compare(got.dequantise()[judged].float(), want)
+        figures = drift.figures() | dict.fromkeys(("share_correct", "max_ulp", "ulp_p999"))
+        status = "wrong" if drift.nonfinite_mismatch else "ok"
+        note = "dequantised; ulps mean nothing between a quantised grid's points"
+        return common | figures | {"status": status, "flags": _flags(drift), "note": note}
+    got = got[judged]
+    drift = compare(got, want)
+    formula = ROUNDINGS[path.rounding].formula(x, weight, cell.eps).to(got.dtype)
+    off = ulps(got, formula.double()).abs()
+    flags = _flags(drift)
+    wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > FORMULA_ULPS[cell.dtype]
+    if cell.dtype != "fp32" and float((off > 0).double().mean()) > FORMULA_SHARE:
+        flags = ",".join(filter(None, (flags, "unlike_declared_rounding")))
+    note = f"{int(off.max())} ulp from its declared rounding at most" if wrong else None
+    if not path.timed and x.device.type == "cpu":
+        note = "; ".join(filter(None, ("interpreter: correctness only", note)))
+    return (
+        common
+        | drift.figures()
+        | {"status": "wrong" if wrong else "ok", "flags": flags, "note": note}
+    )
+
+
+def _flags(drift: Drift) -> str | None:
+    flags = []
+    if drift.nonfinite_mismatch:
+        flags.append("nonfinite")
+    if drift.biased:
+        flags.append("biased")
+    return ",".join(flags) or None
+
+
+def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict]:
+    """AITER's dual norm on ``cell.arch`` by a rounding formula: another card's arithmetic, here.
+
+    AITER stores BF16 by truncation on gfx942 and older, and by the hardware's rounding convert on
+    gfx950, gfx12 and gfx1250, in its fused and split kernels alike (read in its source, see
+    ``AITER_SOURCE``; nothing of AMD's was run). Empty for archs that AITER doesn't serve.
+
+    Rows carry evidence ``emulated``; formulas take statistics in float64, so that a card's
+    reduction order is not in them.
+    """
+    if archs.vendor_of(cell.arch) != "amd":
+        return []
+    rounding = _AITER_ROUNDING[archs.arch(cell.arch).bf16_convert]
+    if cell.dtype != "bf16":
+        rounding = "round_once"
+    base = _identity(cell, None) | {"evidence": "emulated", "source": AITER_SOURCE}
+    small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
+    rows = []
+    for family in families:
+        given, _ = _inputs(small, family, "cpu")
+        for output, x, weight in (("q", given.q, given.q_weight), ("k", given.k, given.k_weight)):
+            if not x.shape[-1]:
+                continue
+            got = ROUNDINGS[rounding].formula(x, weight, cell.eps).to(TORCH_DTYPES[cell.dtype])
+            drift = compare(got, oracle(x, weight, cell.eps))
+            rows.append(
+                _row(
+                    base,
+                    "aiter_fused",
+                    status="ok",
+                    reason=f"no {cell.arch} here: emulated",
+                    rounding=rounding,
+                    reference="float64",
+                    input_family=family,
+                    output=output,
+                    flags=_flags(drift),
+                    note=f"by a rounding formula ({rounding}), not run on {cell.arch}",
+                    **drift.figures(),
+                )
+            )
+    return rows

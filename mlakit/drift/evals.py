@@ -1,0 +1,300 @@
+"""The judge: is the difference between two scores more than chance would give?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlakit.errors import MisuseError
+
+REAL, INCONCLUSIVE, NO_EVIDENCE = "real", "inconclusive", "no evidence"
+NO_BASELINE = "no baseline, no verdict"
+NO_SAMPLES = "no samples, no verdict"
+
+Z_REAL, Z_INCONCLUSIVE = 1.96, 1.0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and the figures behind it; figures that could not be had are None."""
+
+    verdict: str
+    text: str
+    a: float | None = None
+    b: float | None = None
+    n_a: int | None = None
+    n_b: int | None = None
+    difference: float | None = None
+    """b - a"""
+    interval: tuple[float, float] | None = None
+    """95 % interval of ``difference``"""
+    z: float | None = None
+    p: float | None = None
+    """two-sided"""
+    power: float | None = None
+    """chance that a true difference of this size is called real with this n"""
+    smallest_detectable: float | None = None
+    """difference called real in 80 % of tries with this n"""
+    paired: bool = False
+    flips: tuple[int, int] | None = None
+    """paired questions: (only a right, only b right)"""
+    test: str = ""
+
+
+def verdict_of(z: float) -> str:
+    """``real`` from |z| 1.96 on, ``inconclusive`` from 1, else ``no evidence``."""
+    size = abs(z)
+    return REAL if size >= Z_REAL else INCONCLUSIVE if size >= Z_INCONCLUSIVE else NO_EVIDENCE
+
+
+def detectable(accuracy: float, n: int, power: float = 0.8) -> float:
+    """The smallest difference near ``accuracy`` that two runs of n questions call real.
+
+    ``(1.96 + z_power) * sqrt(2 p (1 - p) / n)``: 0.028 near 0.93 for n = 1319.
+    """
+    from scipy.stats import norm
+
+    return (Z_REAL + float(norm.ppf(power))) * math.sqrt(2 * accuracy * (1 - accuracy) / n)
+
+
+def significance(
+    a: float | int | str | Path | None,
+    b: float | int | str | Path | None,
+    n: int | None = None,
+    *,
+    n_b: int | None = None,
+) -> Judgement:
+    """Judge a score ``a`` (the baseline) against a score ``b``.
+
+    Each is an accuracy (a float, 0 to 1) with ``n`` questions, a count of right answers (an int)
+    out of ``n``, or a file of per-question results (CSV or JSONL; see ``read_results``). Two files with
+    the same questions are compared paired, by the exact McNemar test.
+
+    Raises:
+        MisuseError: no n, a score outside 0 to 1, a count above n, or files that don't match.
+    """
+    if a is None or b is None:
+        given = b if a is None else a
+        return Judgement(NO_BASELINE, f"one score ({given}) and nothing to hold it against")
+    if _is_file(a) and _is_file(b):
+        return _paired(read_results(a), read_results(b))
+    p_a, n_a = _score(a, n)
+    p_b, n_b = _score(b, n_b or n)
+    return _two_proportions(p_a, n_a, p_b, n_b)
+
+
+def _is_file(value: object) -> bool:
+    return isinstance(value, str | Path)
+
+
+def _score(value: float | int | str | Path, n: int | None) -> tuple[float, int]:
+    if _is_file(value):
+        results = read_results(value)
+        return sum(results.values()) / len(results), len(results)
+    if n is None or n < 1:
+        raise MisuseError(
+            f"score {value} with n = {n}: a score says nothing without its number of questions; "
+            "give n, for example n=1319"
+        )
+    if isinstance(value, int):
+        if not 0 <= value <= n:
+            raise MisuseError(f"count {value} of {n}: give a count from 0 to n")
+        return value / n, n
+    if not 0 <= value <= 1:
+        raise MisuseError(
+            f"score {value}: give an accuracy from 0 to 1 or a whole count; for a throughput "
+            "use throughput() with samples"
+        )
+    return float(value), n
+
+
+def _two_proportions(p_a: float, n_a: int, p_b: float, n_b: int) -> Judgement:
+    from scipy.stats import norm
+
+    pooled = (p_a * n_a + p_b * n_b) / (n_a + n_b)
+    spread = math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
+    difference = p_b - p_a
+    z = difference / spread if spread else 0.0
+    p = 2 * float(norm.sf(abs(z)))
+    own = math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
+    half = Z_REAL * own
+    power = float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z)))
+    n_each = 2 / (1 / n_a + 1 / n_b)
+    smallest = detectable(pooled, n_each)
+    verdict = verdict_of(z)
+    text = (
+        f"{verdict}: {p_a:.4g} to {p_b:.4g} with n = {n_a}"
+        + (f" and {n_b}" if n_b != n_a else "")
+        + f" is z = {z:+.2f}, p = {p:.2g}; the smallest change these n show is "
+        f"{100 * smallest:.1f} points"
+    )
+    return Judgement(
+        verdict,
+        text,
+        a=p_a,
+        b=p_b,
+        n_a=n_a,
+        n_b=n_b,
+        difference=difference,
+        interval=(difference - half, difference + half),
+        z=z,
+        p=p,
+        power=power,
+        smallest_detectable=smallest,
+        test="two proportions, pooled, unpaired",
+    )
+
+
+def _paired(a: dict[str, bool], b: dict[str, bool]) -> Judgement:
+    from scipy.stats import binomtest, norm
+
+    if set(a) != set(b):
+        only = sorted(set(a) ^ set(b))
+        raise MisuseError(
+            f"the files hold different questions ({len(only)} in one only, such as {only[0]!r}); "
+            "compare two runs of the same questions"
+        )
+    n = len(a)
+    lost = sum(a[k] and not b[k] for k in a)
+    won = sum(b[k] and not a[k] for k in a)
+    flips = lost + won
+    p = float(binomtest(won, flips, 0.5).pvalue) if flips else 1.0
+    z = math.copysign(float(norm.isf(p / 2)), won - lost) if won != lost else 0.0
+    difference = (won - lost) / n
+    error = math.sqrt(max(flips - (won - lost) ** 2 / n, 0.0)) / n
+    power = float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z)))
+    smallest = (Z_REAL + float(norm.ppf(0.8))) * math.sqrt(max(flips, 1)) / n
+    verdict = verdict_of(z)
+    text = (
+        f"{verdict}: of {n} questions {lost} were lost and {won} won, exact McNemar p = {p:.2g} "
+        f"(z = {z:+.2f}); with this many flips the smallest change shown is "
+        f"{100 * smallest:.1f} points"
+    )
+    return Judgement(
+        verdict,
+        text,
+        a=sum(a.values()) / n,
+        b=sum(b.values()) / n,
+        n_a=n,
+        n_b=n,
+        difference=difference,
+        interval=(difference - Z_REAL * error, difference + Z_REAL * error),
+        z=z,
+        p=p,
+        power=power,
+        smallest_detectable=smallest,
+        paired=True,
+        flips=(lost, won),
+        test="exact McNemar, paired",
+    )
+
+
+_ID_NAMES = ("id", "question_id", "doc_id", "question", "index")
+_RIGHT_NAMES = ("correct", "right", "acc", "exact_match", "is_correct", "score", "passed")
+
+
+def read_results(path: str | Path) -> dict[str, bool]:
+    """Per-question results: question id to whether the answer was right.
+
+    CSV with a header, or JSONL. The id column is one of id, question_id, doc_id, question, index
+    (the line number where there is none); the result is one of correct, right, acc, exact_match,
+    is_correct, score, passed, as 0/1 or true/false.
+
+    Raises:
+        MisuseError: no such file, no result column, a value that is neither, a repeated id.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MisuseError(f"no file {path}: give a CSV or JSONL of per-question results")
+    with open(path, newline="", encoding="utf-8") as file:
+        if path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
+            rows = [json.loads(line) for line in file if line.strip()]
+        else:
+            rows = list(csv.DictReader(file))
+    if not rows:
+        raise MisuseError(f"{path} holds no questions")
+    found = next((name for name in _RIGHT_NAMES if name in rows[0]), None)
+    if found is None:
+        raise MisuseError(f"{path} has no result column; one of {', '.join(_RIGHT_NAMES)}")
+    key = next((name for name in _ID_NAMES if name in rows[0]), None)
+    results: dict[str, bool] = {}
+    for line, row in enumerate(rows, 1):
+        name = str(row[key]) if key else str(line)
+        if name in results:
+            raise MisuseError(f"{path} line {line}: question {name!r} appears twice")
+        results[name] = _right(row[found], path, line)
+    return results
+
+
+def _right(value: object, path: Path, line: int) -> bool:
+    text = str(value).strip().lower()
+    if text in ("1", "1.0", "true", "yes"):
+        return True
+    if text in ("0", "0.0", "false", "no"):
+        return False
+    raise MisuseError(f"{path} line {line}: result {value!r} is neither right (1) nor wrong (0)")
+
+
+def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgement:
+    """Judge two throughputs (any unit, higher is better) from their samples.
+
+    A pair of single figures can't be judged: nothing says how far either moves by itself.
+    With two samples or more a side: Welch's test on the logarithms, so that ``difference`` and
+    ``interval`` are relative (0.008 is +0.8 %).
+
+    Raises:
+        MisuseError: a figure that is not above 0.
+    """
+    a_all, b_all = (list(v) if isinstance(v, Sequence) else [float(v)] for v in (a, b))
+    if not a_all or not b_all:
+        return Judgement(NO_BASELINE, "one side has no figure at all")
+    if min(a_all + b_all) <= 0:
+        raise MisuseError("a throughput of 0 or less: give figures above 0")
+    logs_a, logs_b = ([math.log(v) for v in values] for values in (a_all, b_all))
+    mean_a, mean_b = sum(logs_a) / len(logs_a), sum(logs_b) / len(logs_b)
+    change = math.expm1(mean_b - mean_a)
+    known = {
+        "a": math.exp(mean_a),
+        "b": math.exp(mean_b),
+        "n_a": len(a_all),
+        "n_b": len(b_all),
+        "difference": change,
+    }
+    if min(len(a_all), len(b_all)) < 2:
+        text = (
+            f"{known['a']:.4g} to {known['b']:.4g} is {change:+.2%}, but one figure a side has no "
+            "spread: whether it is chance can't be said; give the samples of both runs"
+        )
+        return Judgement(NO_SAMPLES, text, **known)
+    return _welch(logs_a, logs_b, known)
+
+
+def _welch(logs_a: list[float], logs_b: list[float], known: dict) -> Judgement:
+    from scipy.stats import norm, ttest_ind
+
+    result = ttest_ind(logs_b, logs_a, equal_var=False)
+    low, high = result.confidence_interval(0.95)
+    p = float(result.pvalue)
+    if math.isnan(p):
+        text = "no sample differs from the others of its side; samples of a clock do"
+        return Judgement(NO_SAMPLES, text, **known)
+    z = math.copysign(float(norm.isf(max(p, 1e-300) / 2)), float(result.statistic))
+    verdict = verdict_of(z)
+    text = (
+        f"{verdict}: {known['difference']:+.2%} (95 % interval {math.expm1(low):+.2%} to "
+        f"{math.expm1(high):+.2%}), z = {z:+.2f}, p = {p:.2g}"
+    )
+    return Judgement(
+        verdict,
+        text,
+        **known,
+        interval=(math.expm1(low), math.expm1(high)),
+        z=z,
+        p=p,
+        power=float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z))),
+        test="Welch on log throughput, unpaired",
+    )
