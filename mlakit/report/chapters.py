@@ -1,0 +1,232 @@
+"""What the notebooks and the index say: frames and sentences made from rows, one place for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from mlakit import archs
+from mlakit.context import Context
+from mlakit.datafiles import data_dir
+from mlakit.errors import MisuseError
+from mlakit.records import CONTROLS
+from mlakit.shapes import parse_hidden
+
+BIAS_LIMIT = 1e-4
+"""Above this a signed bias is called one; on fewer than 100,000 elements noise reaches it."""
+BIAS_ELEMENTS = 100_000
+
+SPEED_COLUMNS = (
+    "m path_ran status p50_us p20_us p80_us ratio ratio_lo ratio_hi pct_of_limit n evidence flags"
+).split()
+DRIFT_COLUMNS = (
+    "path_ran output input_family share_correct max_ulp signed_bias bias_se rel_l2 elements "
+    "evidence"
+).split()
+
+
+# ---- 01_dispatch
+
+
+def story_contexts(arch: str) -> list[tuple[str, Context]]:
+    """(name, context) of the calls that the story's branches tell apart, on one arch."""
+    base = {"arch": arch, "m": 64}
+    if archs.vendor_of(arch) != "amd":
+        return [
+            ("BF16 weights", Context(**base)),
+            ("BF16 weights, graph capture, second stream", _captured(base)),
+        ]
+    base |= {"use_aiter": True, "aiter_api": "unified", "hip_version": (7, 2)}
+    found = [
+        ("no AITER, BF16 weights", Context(arch=arch, m=64)),
+        ("AITER on, BF16 weights", Context(**base)),
+        ("AITER on, BF16 weights, graph capture, second stream", _captured(base)),
+    ]
+    fp8 = archs.fp8_format(arch)
+    if fp8:
+        found.append(("AITER on, FP8 block-scaled weights", Context(**base, weight_dtype=fp8)))
+    if archs.arch(arch).mxfp4_native:
+        found.append(("AITER on, MXFP4 weights", Context(**base, weight_dtype="mxfp4")))
+    return found
+
+
+def _captured(base: dict) -> Context:
+    streams = frozenset({"SGLANG_ROCM_USE_MULTI_STREAM"})
+    return Context(**base, capture=True, second_stream=True, switches=streams)
+
+
+def policy_frame(arch: str, policies: list[str]) -> pd.DataFrame:
+    """Which path each policy picks in each of ``story_contexts``: context, policy, path, ..."""
+    from mlakit.dispatch import policies as rules
+
+    rows = []
+    for name, context in story_contexts(arch):
+        for policy in policies:
+            choice = rules.choose(policy, context)
+            rows.append(
+                {
+                    "context": name,
+                    "policy": policy,
+                    "path": choice.path,
+                    "launches": choice.launches,
+                    "reason": choice.reason,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+# ---- 02_speed and 03_drift: rows
+
+
+def rows(
+    kind: str, run_dir: str, *, arch: str, model: str, batches: list[int], dtype: str, seed: int = 0
+) -> pd.DataFrame:
+    """Rows of ``kind`` (timing or accuracy) for one notebook: of ``run_dir``, or measured now.
+
+    Raises:
+        MisuseError: ``run_dir`` is no run.
+    """
+    if run_dir:
+        from mlakit.sweep.store import read_rows
+
+        frame = read_rows(run_dir, kind)
+    else:
+        from mlakit.sweep.run import sweep
+
+        key = "models" if "+" not in model else "hidden"
+        frame = sweep(
+            archs=[arch],
+            **{key: [model]},
+            batches=batches,
+            dtypes=[dtype],
+            measure=[kind],
+            seed=seed,
+            budget_s=1.0,
+        )
+    widths = parse_hidden(model)
+    keep = (
+        (frame["arch"] == archs.base_name(arch))
+        & (frame["q_lora_rank"] == widths.q_lora_rank)
+        & (frame["kv_lora_rank"] == widths.kv_lora_rank)
+        & (frame["dtype"] == dtype)
+        & frame["m"].isin(batches)
+    )
+    return frame[keep].reset_index(drop=True)
+
+
+def recorded(arch: str) -> pd.DataFrame:
+    """Every committed timing row recorded on ``arch``; empty where nobody ran it."""
+    from mlakit.sweep.store import read_rows
+
+    files = sorted((data_dir() / "recorded").glob("*/*.parquet"))
+    frames = [read_rows(f) for f in files if not f.stem.endswith(("accuracy", "samples"))]
+    frames = [f[f["arch"] == archs.base_name(arch)] for f in frames]
+    frames = [f for f in frames if len(f)]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def published(arch: str) -> pd.DataFrame:
+    """Figures that others published for ``arch`` and this kind of step, each with its source."""
+    frame = pd.read_csv(data_dir() / "published.csv", dtype=str, keep_default_na=False)
+    base = archs.base_name(arch)
+    here = frame["arch"].str.contains(rf"\b{base}\b") & (base != "cpu")
+    columns = "metric value unit fused_or_split op m n_q n_kv hardware source_url date".split()
+    return frame.loc[here, columns].reset_index(drop=True)
+
+
+def peers(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of paths: without the controls."""
+    return frame[~frame["path_ran"].isin(CONTROLS)]
+
+
+def not_run(frame: pd.DataFrame) -> pd.DataFrame:
+    """Paths without figures: each distinct (path, status, reason) with the batches it is for."""
+    rest = peers(frame)
+    rest = rest[rest["status"] != "ok"]
+    if rest.empty:
+        return pd.DataFrame(columns=["path", "status", "reason", "batches"])
+    grouped = rest.groupby(["path_requested", "status", "reason"], dropna=False, sort=False)["m"]
+    frame = grouped.agg(lambda m: ", ".join(str(v) for v in sorted(set(m)))).reset_index()
+    return frame.set_axis(["path", "status", "reason", "batches"], axis=1)
+
+
+# ---- sentences
+
+
+def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
+    """What the timing rows of one arch say, in sentences that hold only what was measured."""
+    from mlakit.paths import registry
+
+    ran = peers(frame)
+    ran = ran[(ran["status"] == "ok") & ran["p50_us"].notna()]
+    if ran.empty:
+        reasons = sorted(set(not_run(frame)["reason"])) or ["nothing was asked for"]
+        return [f"No time is stated for {arch}: {reasons[0]}."]
+    source = f"{ran['evidence'].iloc[0]} on {ran['device'].iloc[0]}"
+    best = ran.loc[ran.groupby("m")["p50_us"].idxmin()].sort_values("m")
+    wins = best["path_ran"].value_counts()
+    sentences = [
+        f"Fastest on {arch} ({source}): "
+        + ", ".join(f"{p} at {c} of {len(best)} batches" for p, c in wins.items())
+        + "."
+    ]
+    fused = {p.name for p in registry.all_paths() if p.fused}
+    rows = ran[ran["path_ran"].isin(fused) & ran["ratio"].notna()]
+    if rows.empty:
+        why = not_run(frame)
+        why = why[why["path"].isin(fused)]
+        reason = why["reason"].iloc[0] if len(why) else "none was asked for"
+        return [*sentences, f"No fused path ran ({reason}); no speedup is stated."]
+    top = rows.loc[rows.groupby("m")["p50_us"].idxmin()].sort_values("m")
+    parts = [
+        f"{r.ratio:.2f} times ({r.ratio_lo:.2f} to {r.ratio_hi:.2f}) at M={r.m}"
+        for r in top.iloc[[0, -1]].itertuples()
+    ]
+    name = " / ".join(dict.fromkeys(top["path_ran"]))
+    sentences.append(
+        f"{name} against the best unfused path of each cell: {', '.join(dict.fromkeys(parts))} "
+        "(paired medians, 95 % intervals)."
+    )
+    return sentences
+
+
+def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
+    """What the accuracy rows of one arch say: rounding share, largest step, bias."""
+    rows = frame[frame["share_correct"].notna()]
+    if rows.empty:
+        reasons = sorted(set(not_run(frame)["reason"])) or ["nothing was asked for"]
+        return [f"No drift is stated for {arch}: {reasons[0]}."]
+    sentences = []
+    finite = rows[rows["input_family"] != "nonfinite"]
+    for (path, evidence), part in finite.groupby(["path_ran", "evidence"], sort=False):
+        enough = part[part["elements"] >= BIAS_ELEMENTS]
+        biased = enough[
+            (enough["signed_bias"].abs() > BIAS_LIMIT)
+            & (enough["signed_bias"].abs() > 3 * enough["bias_se"])
+        ]
+        text = (
+            f"{path} ({evidence}): {part['share_correct'].min() * 100:.2f} % of elements correctly "
+            f"rounded in the worst case, at most {int(part['max_ulp'].max())} ulp"
+        )
+        if len(biased):
+            worst = biased.loc[biased["signed_bias"].abs().idxmax()]
+            text += f", with a one-sided bias of {worst['signed_bias']:+.2e}"
+        elif len(enough):
+            text += ", no one-sided bias"
+        else:
+            text += ", too few elements to judge a bias"
+        sentences.append(text + ".")
+    return sentences
+
+
+def require_run(path: str) -> Path:
+    """``path`` as a folder that holds a run.
+
+    Raises:
+        MisuseError: it does not.
+    """
+    folder = Path(path)
+    if not (folder / "run.json").is_file():
+        raise MisuseError(f"no run at {path}: name the folder of a run (it holds run.json)")
+    return folder
