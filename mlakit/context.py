@@ -45,7 +45,7 @@ class Context:
     k_eps: float = 1e-6
     use_aiter: bool = False
     aiter_api: str = ""
-    """generation of AITER's dual norm; empty: pair where AITER may be assumed, else none"""
+    """generation of AITER's dual norm; empty on AMD: the one that the engine was released with"""
     hip_version: tuple[int, ...] = ()
     capture: bool = False
     compiled: bool = False
@@ -59,16 +59,15 @@ class Context:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", check(self.arch))
-        if not self.aiter_api:
-            assumed = "pair" if self.vendor == "amd" and "aiter" in self.packages else "none"
-            object.__setattr__(self, "aiter_api", assumed)
+        if not self.aiter_api and not (self.vendor == "amd" and "aiter" in self.packages):
+            object.__setattr__(self, "aiter_api", "none")
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
             ("norm_weight_dtype", self.norm_weight_dtype, DTYPES),
             ("weight_dtype", self.weight_dtype, WEIGHT_DTYPES),
             ("quant", self.quant, QUANTS),
             ("layout", self.layout, LAYOUTS),
-            ("aiter_api", self.aiter_api, AITER_APIS),
+            ("aiter_api", self.aiter_api, ("", *AITER_APIS)),
         ):
             if value not in allowed:
                 raise unknown(name, value, allowed)

@@ -134,7 +134,11 @@ def _machine_fields() -> dict:
         "use_aiter": aiter_in_use(),
         "aiter_api": aiter_api.find().generation if vendor() == "amd" else "none",
         "hip_version": tuple(int(p) for p in parts if p.isdecimal()),
-        "switches": frozenset(s.name for s in switches.read_all() if s.origin == "env" and s.on),
+        "switches": frozenset(
+            s.name if s.on else f"{s.name}=0"
+            for s in switches.read_all()
+            if s.origin == "env" and s.error is None and switches.KNOWN[s.name][0] == "bool"
+        ),
     }
 
 

@@ -24,6 +24,7 @@ KNOWN: dict[str, tuple[str, str, str]] = {
     "VLLM_ROCM_USE_AITER_RMSNORM": ("bool", "1", "vLLM: AITER's RMSNorm, when AITER is on"),
     "ATOM_ENABLE_DS_QKNORM_FUSION": ("bool", "1", "ATOM: the dual norm in one kernel"),
     "ATOM_ENABLE_DS_QKNORM_QUANT_FUSION": ("bool", "1", "ATOM: dual norm and quantise fused"),
+    "ATOM_USE_TRITON_GEMM": ("bool", "0", "ATOM: Triton's FP4 GEMM"),
     "TRITON_INTERPRET": ("bool", "0", "Triton: interpreter (correctness only, never timed)"),
     "GPU_ARCHS": ("archs", "native", "AITER: the archs its kernels are built for"),
     "PYTORCH_ROCM_ARCH": ("archs", "", "torch extensions: the archs they are built for"),

@@ -18,6 +18,7 @@ MODULES = (
     "dual_stream",
     "cpu_fused",
     "triton_fused",
+    "aiter_fused",
 )
 """One module of ``mlakit.paths`` a path; the order is the order of tables."""
 
@@ -48,6 +49,8 @@ class Path:
     """the path copies its inputs first, and the copy is part of its time"""
     timed: bool = True
     """False: correctness only on a CPU (interpreter); may never enter a timing table there"""
+    splits_from_m: int | None = None
+    """rows from which the path launches two kernels; such rows are no fused figures"""
 
 
 @cache

@@ -1,0 +1,180 @@
+"""The engines' policies: SGLang by release, vLLM, ATOM. Read in their released sources.
+
+Each is a pure function of the context. SGLang's releases differ by five facts, so a release is a
+record of those facts and one function reads them: a diff of two records is a diff of behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlakit.context import Context
+from mlakit.dispatch.choice import RAISES, Choice, made, switch_on
+
+AITER_SPLITS_FROM_M = 16384
+"""Rows from which AITER's dual norm launches two kernels (its Python entry, all generations)."""
+
+
+@dataclass(frozen=True)
+class Sglang:
+    """What one SGLang release's absorbed-MLA branch does; the fields are its differences.
+
+    bf16: archs whose fall-through goes to the fused BF16 kernel: ``never``, ``not_gfx95``, ``all``.
+    apis: generations of AITER's dual norm that the module can import; empty: imports none.
+    rocm_streams: SGLANG_ROCM_USE_MULTI_STREAM makes a second stream.
+    block_gate: only block-scaled FP8 goes to the group-quantising kernel.
+    split_copies: RMSNorm's AITER form copies a strided view first.
+    a8w4: AITER_FORCE_A8W4 replaces the fused BF16 kernel.
+    """
+
+    bf16: str
+    apis: tuple[str, ...]
+    rocm_streams: bool
+    block_gate: bool
+    split_copies: bool
+    a8w4: bool
+    as_told: bool = False
+    """name the split as the pull request's text does (sequential PyTorch), not as it ran"""
+
+
+SGLANG_0_5_10_POST1 = Sglang("never", (), False, False, False, False)
+SGLANG_PR23186_BEFORE = Sglang("not_gfx95", ("pair",), False, False, True, False, as_told=True)
+SGLANG_0_5_11 = Sglang("all", ("pair",), False, False, True, False)
+SGLANG_0_5_12 = Sglang("all", ("pair", "unified"), True, False, True, False)
+SGLANG_0_5_23 = Sglang("all", ("pair", "unified"), True, True, True, True)
+
+
+def sglang(release: Sglang, c: Context) -> Choice:
+    """What a SGLang release runs in a context; the first row that matches wins."""
+    gfx95 = c.use_aiter and c.arch.startswith("gfx95")
+    a8w4 = release.a8w4 and c.use_aiter and switch_on(c, "AITER_FORCE_A8W4")
+    imports = c.use_aiter and release.apis and not a8w4
+    if imports and c.aiter_api not in ("", *release.apis):
+        return made(
+            RAISES,
+            f"ImportError: this release imports AITER's dual norm ({' or '.join(release.apis)}) "
+            f"and the AITER here has generation {c.aiter_api}; its model classes do not load",
+        )
+    if c.q_lora_rank == 0:
+        return _split(release, c, "no q latent: kv alone is normalised")
+    if c.prefill:
+        return _prefill(release, c, gfx95)
+    rocm_stream = release.rocm_streams and switch_on(c, "SGLANG_ROCM_USE_MULTI_STREAM")
+    if c.capture and (c.vendor == "nvidia" or (c.vendor == "amd" and rocm_stream)):
+        why = "graph capture with a second stream: q on one, kv on the other"
+        if gfx95 or (c.use_aiter and release.bf16 != "never"):
+            why += "; tested first, so every fused kernel is bypassed"
+        return made("dual_stream", why, _split(release, c, "").launches)
+    if gfx95 and c.weight_dtype == "mxfp4":
+        return made("aiter_mxfp4", "gfx95, AITER, MXFP4 q_b_proj: both norms and q's quantisation")
+    if gfx95 and c.weight_dtype == "fp8_ocp" and (c.block_scale or not release.block_gate):
+        why = "gfx95, AITER, FP8 q_b_proj: both norms and q's quantisation by groups of 128"
+        if not c.block_scale:
+            why += "; but the weight has per-channel scales: the layouts do not match"
+        return made("aiter_fp8_group128", why)
+    fused_here = ("all",) if gfx95 else ("all", "not_gfx95")
+    if c.use_aiter and release.bf16 in fused_here:
+        return _fused_bf16(c, a8w4)
+    split = _split(release, c, "no fused branch matches")
+    if release.as_told and c.use_aiter:
+        return made(
+            "torch_native",
+            "no fused branch matches: sequential PyTorch, as the pull request tells it (such a "
+            f"build's RMSNorm is bound to AITER's kernel: {split.launches} launches would run)",
+        )
+    return split
+
+
+def _fused_bf16(c: Context, a8w4: bool) -> Choice:
+    if a8w4 and switch_on(c, "SGLANG_QK_RMSNORM_TORCH"):
+        return made("torch_native", "AITER_FORCE_A8W4 with SGLANG_QK_RMSNORM_TORCH: torch")
+    if a8w4:
+        return made("triton_split", "AITER_FORCE_A8W4: two Triton launches in place of the kernel")
+    if c.m >= AITER_SPLITS_FROM_M:
+        why = f"AITER's dual norm, which launches two kernels from M = {AITER_SPLITS_FROM_M}"
+        return made("aiter_fused", why, launches=2)
+    return made("aiter_fused", "AITER in use: one kernel for both norms")
+
+
+def _split(release: Sglang, c: Context, why: str) -> Choice:
+    """q_a_layernorm, then kv_a_layernorm, as RMSNorm is bound on this card."""
+    norms = 1 if c.q_lora_rank == 0 else 2
+    if c.use_aiter:
+        copies = norms if release.split_copies and c.layout != "contiguous" else 0
+        also = f", copying {copies} strided inputs first" if copies else ""
+        return made("aiter_split", f"{why}: AITER's RMSNorm for each part{also}", norms + copies)
+    kernel = {"amd": "vLLM's operator if installed, else native", "nvidia": "sgl_kernel's"}
+    return made("engine_split", f"{why}: {kernel.get(c.vendor, 'native')} RMSNorm each", norms)
+
+
+def _prefill(release: Sglang, c: Context, gfx95: bool) -> Choice:
+    per_channel = c.weight_dtype == "fp8_ocp" and release.block_gate and not c.block_scale
+    if gfx95 and c.weight_dtype in ("mxfp4", "fp8_ocp") and not per_channel:
+        why = (
+            "prefill never uses the dual kernel: q's norm and quantisation in one, kv's norm apart"
+        )
+        return made("aiter_split", why, launches=2)
+    return _split(release, c, "prefill never uses the dual kernel")
+
+
+VLLM_EPS = (1e-5, 1e-6)
+"""The only eps values for which vLLM registers its dual-norm pattern."""
+
+
+def _norms(c: Context, why: str) -> Choice:
+    norms = 1 if c.q_lora_rank == 0 else 2
+    return made("aiter_split" if c.use_aiter else "engine_split", why, norms)
+
+
+def vllm_compile(c: Context) -> Choice:
+    """vLLM compiled at its default level: a pattern over the graph decides."""
+    if c.q_lora_rank == 0:
+        return _norms(c, "no q latent: kv alone is normalised")
+    if not c.use_aiter or not c.arch.startswith("gfx9"):
+        return _norms(c, "the dual-norm pass needs ROCm on gfx9 with AITER in use")
+    if c.aiter_api == "none":
+        return _norms(c, "this AITER has no dual norm, so the pass is skipped")
+    if c.q_eps != c.k_eps or c.q_eps not in VLLM_EPS:
+        return _norms(c, f"eps {c.q_eps:g}, {c.k_eps:g}: the pattern wants 1e-5 or 1e-6, equal")
+    if c.dtype != "bf16":
+        return _norms(c, f"the pattern is registered for bf16 only, not {c.dtype}")
+    if c.weight_dtype in ("fp8_ocp", "fp8_fnuz") and c.block_scale:
+        return _norms(c, "FP8 by groups of 128: q's norm is folded into its quantisation first")
+    if c.weight_dtype in ("fp8_ocp", "fp8_fnuz"):
+        return made("aiter_fp8_token", "the pattern for q quantised per token (pull request 44977)")
+    if c.weight_dtype != "bf16":
+        return _norms(c, f"no registered pattern is known for a {c.weight_dtype} q_b_proj")
+    if c.m >= AITER_SPLITS_FROM_M:
+        why = f"pattern matched; AITER launches two kernels from M = {AITER_SPLITS_FROM_M}"
+        return made("aiter_fused", why, launches=2)
+    return made("aiter_fused", "pattern matched: equal eps, bf16, AITER in use")
+
+
+def vllm_eager(c: Context) -> Choice:
+    """vLLM without compilation: no pattern runs (its Kimi-K3 model alone calls the kernel)."""
+    return _norms(c, "not compiled: the pass does not run; only Kimi-K3's model calls the kernel")
+
+
+def atom(c: Context) -> Choice:
+    """ATOM: weight dtype and two switches decide, never the arch or the row count."""
+    if c.vendor != "amd":
+        return made(RAISES, "ATOM runs on AMD cards only")
+    if c.aiter_api not in ("", "unified"):
+        return made(RAISES, f"ImportError: ATOM wants AITER's unified dual norm, not {c.aiter_api}")
+    if c.q_lora_rank == 0:
+        return made("aiter_split", "no q latent: kv alone is normalised", launches=1)
+    quant = switch_on(c, "ATOM_ENABLE_DS_QKNORM_QUANT_FUSION")
+    if not quant and not switch_on(c, "ATOM_ENABLE_DS_QKNORM_FUSION"):
+        return made("aiter_split", "both of ATOM's fusion switches are 0")
+    fp8 = c.weight_dtype in ("fp8_ocp", "fp8_fnuz")
+    if quant and (fp8 or c.weight_dtype == "mxfp4") and switch_on(c, "ATOM_USE_TRITON_GEMM"):
+        return made("atom_reduce_norm_quant", "quant fusion with the Triton GEMM")
+    if c.weight_dtype == "mxfp4":
+        return made("aiter_mxfp4", "weight dtype is MXFP4")
+    if fp8:
+        path = "aiter_fp8_group128" if c.block_scale else "aiter_fp8_token"
+        return made(path, "weight dtype is FP8: the unified kernel with the layer's quant type")
+    if c.weight_dtype == "bf16":
+        split = 2 if c.m >= AITER_SPLITS_FROM_M else None
+        return made("aiter_fused", "weight dtype is BF16: the unified kernel, no quantising", split)
+    return made(RAISES, f"ValueError: ATOM's fusion knows no {c.weight_dtype} weight")

@@ -1,0 +1,153 @@
+"""Policies by name: one rule each that picks a path from a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from mlakit.context import Context
+from mlakit.dispatch import engines
+from mlakit.dispatch.choice import RAISES, Choice, check_switches, made
+from mlakit.errors import RefusedError, unknown
+from mlakit.paths import registry
+
+PREFERRED = ("cpu_fused", "triton_fused", "aiter_fused", "torch_rms_norm", "torch_native")
+"""mlakit's first ordering, by measurement where there is one: fused before split, then eager."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One named rule: ``decide(context)`` is pure and imports no kernel; ``source`` says whence."""
+
+    name: str
+    text: str
+    source: str
+    decide: Callable[[Context], Choice]
+
+
+def torch_only(c: Context) -> Choice:
+    """Two ``F.rms_norm`` on the views, whatever is here."""
+    return made("torch_rms_norm", "PyTorch alone, by policy")
+
+
+def ordered(c: Context) -> Choice:
+    """The first fused path of ``PREFERRED`` that can run, else the first unfused one.
+
+    For a quantised q: the registry's paths that deliver it, in its order. A path that is
+    correctness only on a CPU (the interpreter) is never chosen there.
+    """
+    names = PREFERRED if c.quant == "none" else registry.names()
+    paths = [registry.get(n) for n in names]
+    able = [p for p in paths if p.output == c.quant and (p.timed or c.vendor != "cpu")]
+    able = [p for p in able if p.supports(c) is None]
+    for path in able:
+        if path.fused and not (path.splits_from_m and c.m >= path.splits_from_m):
+            return made(path.name, f"one launch for both norms on {c.arch}")
+    if able:
+        return made(able[0].name, f"no fused path can run here; the first unfused one on {c.arch}")
+    return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
+
+
+_SGL = "sglang {} from PyPI: deepseek_common/attention_forward_methods/{}, models/deepseek_v2.py"
+
+
+def _sglang(name: str, text: str, source: str, release: engines.Sglang) -> Policy:
+    return Policy(name, text, source, partial(engines.sglang, release))
+
+
+_ALL = (
+    Policy("mlakit", "ours: the best path that can run here", "mlakit", ordered),
+    Policy("torch_only", "PyTorch's F.rms_norm, twice", "mlakit", torch_only),
+    _sglang(
+        "sglang_0_5_10_post1",
+        "2026-04-08: MXFP4 and FP8 fused on gfx95; BF16 is split on every card",
+        _SGL.format("0.5.10.post1", "forward_mla.py"),
+        engines.SGLANG_0_5_10_POST1,
+    ),
+    _sglang(
+        "sglang_pr23186_before",
+        "the gate that pull request 23186 says it removes; no release held it",
+        "https://github.com/sgl-project/sglang/pull/23186",
+        engines.SGLANG_PR23186_BEFORE,
+    ),
+    _sglang(
+        "sglang_0_5_11",
+        "2026-05-07: BF16 fused with AITER on every AMD card; needs AITER v0.1.12 or v0.1.13",
+        _SGL.format("0.5.11", "forward_mla.py"),
+        engines.SGLANG_0_5_11,
+    ),
+    _sglang(
+        "sglang_0_5_12",
+        "to 0.5.15: both AITER generations; a second-stream switch on ROCm bypasses all fusion",
+        _SGL.format("0.5.12 and 0.5.15", "forward_mla.py"),
+        engines.SGLANG_0_5_12,
+    ),
+    _sglang(
+        "sglang_0_5_23",
+        "ROCm has a file of its own: per-channel FP8 goes to BF16 fused",
+        _SGL.format("0.5.23", "forward_mla_rocm.py, forward_mla.py"),
+        engines.SGLANG_0_5_23,
+    ),
+    Policy(
+        "vllm_compile",
+        "a compile pass that matches two equal RMSNorms of a split",
+        "https://github.com/vllm-project/vllm/pull/39242, /42606 and /44977",
+        engines.vllm_compile,
+    ),
+    Policy(
+        "vllm_eager",
+        "no compilation: no pass",
+        "https://github.com/vllm-project/vllm/pull/52494",
+        engines.vllm_eager,
+    ),
+    Policy(
+        "atom",
+        "weight dtype and two switches; never the arch",
+        "https://github.com/ROCm/ATOM as of 2026-08-22",
+        engines.atom,
+    ),
+)
+POLICIES: dict[str, Policy] = {p.name: p for p in _ALL}
+
+ALIASES = {
+    "sglang_before_fix": "sglang_pr23186_before",
+    "sglang_after_fix": "sglang_0_5_11",
+    "sglang_0_5_15": "sglang_0_5_12",
+    "sglang_today": "sglang_0_5_23",
+    "vllm_today": "vllm_compile",
+}
+
+
+def get(name: str) -> Policy:
+    """The policy called ``name``, aliases too.
+
+    Raises:
+        MisuseError: no such policy, with the nearest match.
+    """
+    found = POLICIES.get(ALIASES.get(name, name))
+    if found is None:
+        raise unknown("policy", name, (*POLICIES, *ALIASES))
+    return found
+
+
+def choose(context: Context, policy: str = "mlakit") -> Choice:
+    """What ``policy`` runs in ``context``.
+
+    A context with ``requested`` set is an explicit request: obeyed, or an error.
+
+    Raises:
+        MisuseError: unknown policy, switch or requested path.
+        RefusedError: the requested path cannot run in the context; the message says why.
+    """
+    rule = get(policy)
+    check_switches(context)
+    if context.requested is not None:
+        path = registry.get(context.requested)
+        why = path.supports(context)
+        if why is None and path.output != context.quant:
+            why = f"it delivers {path.output}, {context.quant} was asked for"
+        if why is not None:
+            raise RefusedError(f"{path.name} was asked for and cannot run: {why}")
+        return made(path.name, "asked for by name")
+    return rule.decide(context)
