@@ -188,3 +188,8 @@ def _device(torch, index: int) -> Device:
 def here() -> tuple[str, ...]:
     """The base arch names present on this machine; ``cpu`` is always the last."""
     return (*dict.fromkeys(d.arch for d in devices()), "cpu")
+
+
+def default_device() -> str:
+    """``cuda`` (torch's name for AMD and NVIDIA GPUs alike) where there is one, else ``cpu``."""
+    return "cuda" if devices() else "cpu"

@@ -10,40 +10,43 @@ import os
 import sys
 from typing import Annotated
 
-import click
 import typer
 
-from mlakit.errors import ExitCode, MisuseError, RefusedError
+from mlakit.archs import check as check_arch
+from mlakit.archs import default_device
+from mlakit.errors import ExitCode, MisuseError, RefusedError, unknown
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Which kernel path should run the QK RMSNorm step of MLA here, how fast is it, "
     "how far does it drift, and is it worth it?",
 )
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Arch = Annotated[
-    list[str], typer.Option("--arch", "-a", help="An arch, or several with commas: cpu,gfx950.")
+    list[str] | None,
+    typer.Option("--arch", "-a", help="An arch, or several with commas: cpu,gfx950."),
 ]
+
+
+_UsageError = typer.BadParameter.__mro__[2]
+"""click's own base error; recent typers carry a copy of click, so it is reached through typer."""
 
 
 def main() -> None:
     """Run the command line and exit with the command's code."""
     command = typer.main.get_command(app)
     try:
-        code = command.main(standalone_mode=False)
+        code = command.main(sys.argv[1:] or ["--help"], "mlakit", standalone_mode=False)
     except (MisuseError, RefusedError) as error:
         code = _complain(str(error))
-    except click.exceptions.NoArgsIsHelpError as error:
-        code = _complain(error.format_message(), prefix="")
-    except click.ClickException as error:
+    except _UsageError as error:
         context = getattr(error, "ctx", None)
-        hint = f" (see: {context.command_path} --help)" if context else ""
-        code = _complain(f"{error.format_message()}{hint}")
+        see = f"; see: {context.command_path} --help" if context else ""
+        code = _complain(error.format_message().rstrip(".") + see)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         code = _complain(f"{error.filename or error}: {error.strerror or 'not there'}")
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,8 +54,8 @@ def main() -> None:
     sys.exit(int(code or 0))
 
 
-def _complain(text: str, code: int = ExitCode.MISUSE, prefix: str = "mlakit: ") -> int:
-    print(f"{prefix}{text}", file=sys.stderr)
+def _complain(text: str, code: int = ExitCode.MISUSE) -> int:
+    print(f"mlakit: {text}", file=sys.stderr)
     return code
 
 
@@ -118,7 +121,7 @@ def paths(
     from mlakit.dispatch import probe
     from mlakit.paths import registry
 
-    context = Context(arch=arch) if arch else probe.here(probe.default_device())
+    context = Context(arch=arch) if arch else probe.here(default_device())
     rows = [
         {
             "path": p.name,
@@ -182,13 +185,184 @@ def explain(
 
         if aiter:
             raise MisuseError("--aiter speaks of a card: name it too, for example --arch gfx950")
-        context = replace(probe.here(probe.default_device()), **asked)
+        context = replace(probe.here(default_device()), **asked)
     answer = ask(context, policy)
     if as_json:
         print(json.dumps(answer.to_json(), indent=1, default=str))
         return
     print(f"{answer.policy} on {context.arch}: {answer.path}: {answer.reason}")
     _print_rows(answer.to_rows(), "every path")
+
+
+def _given(**options) -> dict:
+    """The options that were given: without None and empty lists."""
+    return {k: v for k, v in options.items() if v not in (None, "", [], ())}
+
+
+@app.command(epilog="Example: mlakit sweep --arch cpu --batch 1,64,1024 --model DeepSeek-V3,GLM-5")
+def sweep(
+    preset: Annotated[str, typer.Option(help="quick or qk-norm.")] = "",
+    spec: Annotated[str, typer.Option(help="A YAML, TOML or JSON file of the same options.")] = "",
+    arch: Arch = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")] = None,
+    hidden: Annotated[
+        list[str] | None, typer.Option(help="q+kv widths, with commas: 1536+512.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")] = None,
+    quant: Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="split, contiguous.")] = None,
+    clock: Annotated[list[str] | None, typer.Option(help="cpu, graph, kernel, eager.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="cold, hot.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
+    measure: Annotated[list[str] | None, typer.Option(help="timing, accuracy.")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="Seconds of sampling a cell.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Seconds a cell may take in all.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
+    out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    resume: Annotated[str, typer.Option(help="Go on with the run in this folder.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Resume in another environment.")] = False,
+    retry: Annotated[
+        list[str] | None, typer.Option(help="With --resume: statuses to redo.")
+    ] = None,
+    every_device: Annotated[bool, typer.Option("--every-device", help="All GPUs.")] = False,
+) -> int:
+    """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
+    from mlakit.report import chapters
+    from mlakit.sweep import run, store
+    from mlakit.sweep.spec import SweepSpec
+
+    if resume:
+        chapters.require_run(resume)
+        done = run.run_sweep(
+            None,
+            resume,
+            measure=store.show_run(resume)["measure"],
+            force=force,
+            retry=_split(retry),
+            progress=_progress(),
+            every_device=every_device,
+        )
+    else:
+        lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch}
+        lists |= {"dtypes": dtype, "quants": quant, "layouts": layout, "clocks": clock}
+        lists |= {"caches": cache, "paths": path, "measure": measure}
+        given = _given(**{k: _split(v) for k, v in lists.items()}, preset=preset, seed=seed)
+        given |= _given(budget_s=budget_s, time_limit_s=time_limit_s)
+        asked = (
+            SweepSpec.load(spec, **given) if spec else SweepSpec.parse(given or {"preset": "quick"})
+        )
+        options = asked.options() | {"every_device": every_device}
+        done = run.run_asked(asked.expand_values(), store.new_run_dir(out), options, _progress())
+    _print_speed(done.run_dir)
+    print(done)
+    print(done.run_dir)
+    return done.exit_code
+
+
+def _print_speed(run_dir: str) -> None:
+    """The table of a sweep: microseconds a path and batch, and the headline ratio."""
+    from mlakit.report import chapters
+    from mlakit.sweep.store import read_rows
+
+    frame = read_rows(run_dir, "timing")
+    table = chapters.speed_table(frame)
+    if table:
+        _print_rows(
+            table, "median microseconds per call; x: times as fast as the best unfused path"
+        )
+    rest = chapters.not_run(frame)
+    if len(rest):
+        _print_rows(rest.to_dict("records"), "without a figure")
+
+
+def _progress():
+    """Progress for a sweep: a bar on a terminal, one plain line a cell elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda done, total, cell, words: _line(
+            f"[{done}/{total}] {cell.arch} {cell.widths} M={cell.m} {cell.dtype}: {words}"
+        )
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("measuring", total=None)
+    bar.start()
+
+    def told(done: int, total: int, cell, words: str) -> None:
+        text = f"{cell.arch} {cell.widths} M={cell.m}: {words}"
+        bar.update(task, completed=done, total=total, description=text)
+        if done == total:
+            bar.stop()
+
+    return told
+
+
+@app.command(epilog="Example: mlakit report --arch cpu,gfx950 --model DeepSeek-V3 --batch 1,64")
+def report(
+    arch: Arch = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Models, or q+kv widths.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    policy: Annotated[str, typer.Option(help="The rule to explain.")] = "mlakit",
+    notebook: Annotated[
+        list[str] | None, typer.Option(help="Only these, for example 02_speed.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds of sampling a cell.")] = 4.0,
+    cell_limit_s: Annotated[float, typer.Option(help="Seconds a cell may take.")] = 300.0,
+    run_limit_s: Annotated[float, typer.Option(help="Seconds a notebook may take.")] = 900.0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Notebooks at once.")] = 2,
+    out: Annotated[
+        str, typer.Option(help="The folder that the report's folder goes into.")
+    ] = "runs",
+) -> int:
+    """Measure this machine, run the notebooks, write an offline HTML folder; prints its page."""
+    from mlakit.report import build
+
+    names = _split(notebook)
+    for name in names:
+        if name not in build.NOTEBOOKS:
+            raise unknown("notebook", name, build.NOTEBOOKS)
+    given = _given(
+        archs=tuple(dict.fromkeys(check_arch(a) for a in _split(arch))),
+        models=tuple(_split(model)),
+        batches=tuple(_whole(_split(batch))),
+        notebooks=tuple(names),
+    )
+    options = build.Options(
+        dtype=dtype,
+        policy=policy,
+        seed=seed,
+        budget_s=budget_s,
+        cell_limit_s=cell_limit_s,
+        run_limit_s=run_limit_s,
+        jobs=jobs,
+        **given,
+    )
+    done = build.build(options, out, _line)
+    for name, sentences in done.verdicts.items():
+        print(f"{name}:")
+        for sentence in sentences:
+            print(f"  {sentence}")
+    print(f"status: {done.status}")
+    print(done.index)
+    return done.exit_code
 
 
 @app.command(epilog="Example: mlakit significance --a 0.928 --b 0.935 --n 1319")

@@ -63,7 +63,7 @@ def policy_frame(arch: str, policies: list[str]) -> pd.DataFrame:
     rows = []
     for name, context in story_contexts(arch):
         for policy in policies:
-            choice = rules.choose(policy, context)
+            choice = rules.choose(context, policy)
             rows.append(
                 {
                     "context": name,
@@ -218,6 +218,22 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
             text += ", too few elements to judge a bias"
         sentences.append(text + ".")
     return sentences
+
+
+def speed_table(frame: pd.DataFrame) -> list[dict]:
+    """A row a batch, a column a path: ``p50_us`` and, in brackets, the headline ratio."""
+    rows = frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
+    shape = ["arch", "q_lora_rank", "kv_lora_rank", "dtype", "quant", "clock", "cache", "m"]
+    table = []
+    for key, part in rows.groupby(shape, sort=False):
+        line = {"arch": key[0], "q+kv": f"{key[1]}+{key[2]}", "dtype": key[3]}
+        line |= {"clock": f"{key[5]}, {key[6]}", "M": key[7]}
+        for r in part.itertuples():
+            ratio = "" if pd.isna(r.ratio) or r.path_ran in CONTROLS else f" ({r.ratio:.2f}x)"
+            line[r.path_ran] = f"{r.p50_us:.4g}{ratio}"
+        table.append(line)
+    columns = list(dict.fromkeys(c for line in table for c in line))
+    return [{c: line.get(c) for c in columns} for line in table]
 
 
 def require_run(path: str) -> Path:
