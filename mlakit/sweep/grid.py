@@ -1,0 +1,165 @@
+"""The grid: cells from plain values, and the presets. Needs neither pydantic nor torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from mlakit.archs import check
+from mlakit.errors import MisuseError, unknown
+from mlakit.paths import registry
+from mlakit.records import CLOCKS, Cell
+from mlakit.shapes import Widths, model, parse_hidden
+
+PRESETS: dict[str, dict] = {
+    "quick": {
+        "models": ("DeepSeek-V3",),
+        "batches": (1, 8, 64, 512, 4096),
+        "dtypes": ("bf16",),
+        "budget_s": 1.0,
+    },
+    "qk-norm": {
+        "models": ("DeepSeek-V3",),
+        "hidden": ("768+256", "2048+512", "1024+512", "0+512"),
+        "batches": (
+            *(1, 2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+            65536,
+        ),
+        "dtypes": ("bf16", "fp16"),
+        "budget_s": 2.0,
+    },
+}
+"""Values of ``expand`` by preset; what a call gives by name wins over its preset."""
+
+DEFAULTS: dict = {
+    "archs": ("cpu",),
+    "models": (),
+    "hidden": (),
+    "batches": (1, 64, 1024),
+    "dtypes": ("bf16",),
+    "quants": ("none",),
+    "layouts": ("split",),
+    "clocks": (),
+    "caches": ("cold",),
+    "paths": (),
+    "budget_s": 2.0,
+    "seed": 0,
+}
+
+
+def whole(value: object) -> int:
+    """A whole number of rows, 1 or more, from an int or its spelling.
+
+    Raises:
+        MisuseError: anything else (1.5, "many", 0, True).
+    """
+    text = str(value).strip()
+    if isinstance(value, bool | float) or not text.isdecimal() or int(text) < 1:
+        raise MisuseError(f"batch is {value!r}: give a whole number of rows, 1 or more")
+    return int(text)
+
+
+def _clocks(arch: str, asked: Sequence[str]) -> list[str]:
+    """The clocks of ``asked`` that an arch has: ``cpu`` is the CPU's only one, never a GPU's."""
+    default = "cpu" if arch == "cpu" else "graph"
+    return [c for c in asked if (c == "cpu") == (arch == "cpu")] or [default]
+
+
+def _shapes(models: Iterable[str], hidden: Iterable[object]) -> list[tuple[str, Widths, float]]:
+    """(model's name or empty, widths, eps), each once."""
+    found = [(m.name, m.widths, m.eps) for m in map(model, models)]
+    for given in hidden:
+        if isinstance(given, Widths):
+            widths = given
+        else:
+            text = given if isinstance(given, str) else "+".join(map(str, given))
+            widths = parse_hidden(text)
+        found.append(("", widths, 1e-6))
+    if not found:
+        return _shapes(["DeepSeek-V3"], [])
+    return list(dict.fromkeys(found))
+
+
+def expand(*, preset: str | None = None, **given) -> list[Cell]:
+    """The cells of a sweep, in a fixed order, each once.
+
+    Args:
+        preset: a name of ``PRESETS`` to start from.
+        **given: any of ``DEFAULTS``: archs, models (names), hidden (``"1536+512"``, a pair, or
+            ``Widths``), batches (rows M), dtypes, quants, layouts, clocks (empty: ``cpu`` on the
+            CPU, ``graph`` on a GPU), caches, paths (empty: all), budget_s, seed. None means "not
+            given".
+
+    Raises:
+        MisuseError: an unknown name or a value outside its set, with what is wanted.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    for name in given:
+        if name not in DEFAULTS:
+            raise unknown("sweep option", name, DEFAULTS)
+    asked = {name: value for name, value in given.items() if value is not None}
+    base = dict(PRESETS[preset]) if preset else {}
+    if "models" in asked or "hidden" in asked:
+        base.pop("models", None)
+        base.pop("hidden", None)
+    v = DEFAULTS | base | asked
+    for name, value in v.items():
+        if isinstance(value, str):
+            raise MisuseError(f"{name} is {value!r}: give a list, for example [{value!r}]")
+        if name not in ("clocks", "paths", "models", "hidden") and not value and value != 0:
+            raise MisuseError(f"{name} is empty: give at least one value")
+    if not (isinstance(v["budget_s"], int | float) and 0 < v["budget_s"] < math.inf):
+        raise MisuseError(f"budget_s is {v['budget_s']!r}: give seconds above 0")
+    for path in v["paths"]:
+        if path not in registry.names():
+            raise unknown("path", path, registry.names())
+    archs = list(dict.fromkeys(map(check, v["archs"])))
+    for clock in v["clocks"]:
+        if clock not in CLOCKS:
+            raise unknown("clock", clock, CLOCKS)
+        if not any(clock in _clocks(arch, v["clocks"]) for arch in archs):
+            raise MisuseError(
+                f"clock {clock!r} does not exist on {', '.join(archs)}: "
+                "the CPU has 'cpu', a GPU has 'graph', 'kernel' and 'eager'"
+            )
+    cells = [
+        Cell(
+            arch=arch,
+            m=m,
+            q_lora_rank=widths.q_lora_rank,
+            kv_lora_rank=widths.kv_lora_rank,
+            qk_rope_head_dim=widths.qk_rope_head_dim,
+            paths=tuple(dict.fromkeys(v["paths"])) or registry.names(),
+            model=name,
+            dtype=dtype,
+            quant=quant,
+            layout=layout,
+            clock=clock,
+            cache=cache,
+            eps=eps,
+            seed=v["seed"],
+            budget_s=float(v["budget_s"]),
+        )
+        for arch in archs
+        for (name, widths, eps), dtype, quant, layout, clock, cache, m in product(
+            _shapes(v["models"], v["hidden"]),
+            v["dtypes"],
+            v["quants"],
+            v["layouts"],
+            _clocks(arch, v["clocks"]),
+            v["caches"],
+            map(whole, v["batches"]),
+        )
+    ]
+    return list({cell.id: cell for cell in cells}.values())
+
+
+def accuracy_cells(cells: Iterable[Cell]) -> list[Cell]:
+    """``cells`` without those that differ from an earlier one only in how time is taken."""
+    first: dict[Cell, Cell] = {}
+    for cell in cells:
+        first.setdefault(replace(cell, clock="cpu", cache="cold", budget_s=1.0, repeat=0), cell)
+    return list(first.values())

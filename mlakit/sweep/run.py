@@ -1,0 +1,489 @@
+"""Run a sweep: cells in warm workers, one row for whatever goes wrong, resumable at any point.
+
+``python -m mlakit.sweep.run --preset qk-norm --out runs`` needs only torch, triton, numpy, pandas
+and pyarrow, so it runs on a bare GPU machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.records import STATUSES, Cell
+from mlakit.sweep import grid, store
+from mlakit.sweep.worker import FUNCTIONS, Worker, WorkerLostError, write_fault
+
+TIME_LIMIT_S = 300.0
+Job = tuple[str, Cell]
+Progress = Callable[[int, int, Cell, str], None]
+"""Called with (jobs done, jobs in all, the cell, its statuses in words) after each job."""
+
+
+@dataclass
+class SweepSummary:
+    """What a sweep came to; ``statuses`` counts the rows of the whole run."""
+
+    run_id: str
+    run_dir: str
+    jobs: int
+    """cells to measure, each once for timing and once for accuracy where both are asked for"""
+    done: int = 0
+    reused: int = 0
+    """jobs of ``done`` whose parts an earlier call had written"""
+    statuses: dict[str, int] = field(default_factory=dict)
+    wall_s: float = 0.0
+    measuring_s: float = 0.0
+    """seconds inside the measuring function, all workers together"""
+    workers: int = 0
+    """devices that were in use at the same time, at most"""
+
+    @property
+    def measuring_share(self) -> float | None:
+        """The share of the workers' wall time spent measuring; None where nothing was."""
+        total = self.wall_s * self.workers
+        return self.measuring_s / total if total and self.measuring_s else None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The gravest thing that happened; ``NO_KERNEL`` where every row was skipped."""
+        had = {s for s, n in self.statuses.items() if n}
+        if self.done < self.jobs:
+            return ExitCode.INCOMPLETE
+        if had & {"killed", "oom"}:
+            return ExitCode.KILLED
+        if "timeout" in had:
+            return ExitCode.TIMED_OUT
+        if had & {"failed", "wrong"}:
+            return ExitCode.FAILED
+        return ExitCode.NO_KERNEL if had == {"skipped"} else ExitCode.OK
+
+    def __str__(self) -> str:
+        words = ", ".join(f"{n} {s}" for s, n in self.statuses.items()) or "none"
+        share = self.measuring_share
+        spent = f", {share:.0%} of it measuring" if share is not None else ""
+        reused = f" ({self.reused} from before)" if self.reused else ""
+        return (
+            f"{self.run_id}: {self.done} of {self.jobs} cells{reused}; rows: {words}; "
+            f"{self.wall_s:.1f} s{spent}"
+        )
+
+
+# ---- environments
+
+
+def difference(old: dict, new: dict) -> str | None:
+    """In words, what differs between two environments; None where figures may be compared."""
+    found = [
+        f"{name} {old.get(name)} there, {new.get(name)} here"
+        for name in ("torch", "triton", "mlakit", "git_sha", "driver", "cpu")
+        if old.get(name) != new.get(name)
+    ]
+    cards = [sorted({g["name"] for g in e.get("gpus", [])}) for e in (old, new)]
+    if cards[0] != cards[1]:
+        found.append("GPUs {} there, {} here".format(*(", ".join(c) or "none" for c in cards)))
+    return "; ".join(found) or None
+
+
+def settle_environment(run: store.Run, env: dict, force: bool) -> None:
+    """Record the environment of a new run; hold that of a resumed one against what was recorded.
+
+    Raises:
+        MisuseError: they differ, and ``force`` is not set.
+    """
+    known = run.record.get("environment")
+    differs = known and difference(known, env)
+    if differs and not force:
+        raise MisuseError(
+            f"run {run.id} was measured elsewhere: {differs}; "
+            "start a new run, or force it to hold rows of both"
+        )
+    if differs:
+        run.save(environment=env, other_environments=[*run.record["other_environments"], known])
+    elif not known:
+        run.save(environment=env, other_environments=[])
+
+
+def here(env: dict) -> tuple[str, ...]:
+    """The archs of an environment, GPUs first; ``cpu`` is always the last."""
+    return (*dict.fromkeys(g["arch"] for g in env["gpus"]), "cpu")
+
+
+def absent(arch: str, env: dict) -> str:
+    """The reason of a row whose arch is not here."""
+    return f"{arch} is not on this machine (here: {', '.join(here(env))})"
+
+
+# ---- a run's jobs
+
+
+def open_sweep(
+    cells: Sequence[Cell] | None, run_dir: Path, measure: Sequence[str], resume: bool, **record
+) -> store.Run:
+    """Create the run at ``run_dir``, or open the one that is there.
+
+    Raises:
+        MisuseError: a run is there and ``resume`` is False, or it holds other cells.
+    """
+    for kind in measure:
+        if kind not in FUNCTIONS:
+            raise unknown("kind of measurement", kind, FUNCTIONS)
+    if not (run_dir / "run.json").exists():
+        if cells is None:
+            store.show_run(run_dir)
+        return store.create_run(run_dir, list(cells), measure=list(measure), **record)
+    if not resume:
+        raise MisuseError(f"{run_dir} holds a run already: resume it, or name a new folder")
+    run = store.open_run(run_dir)
+    asked = None if cells is None else [c.id for c in cells]
+    if asked is not None and (asked, list(measure)) != (
+        run.record["cell_ids"],
+        run.record["measure"],
+    ):
+        run.close()
+        raise MisuseError(f"run {run.id} is of other cells: name a new folder for this sweep")
+    run.save(status="running", ended_at=None)
+    return run
+
+
+def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], int]:
+    """The jobs still to do, GPUs first, and how many there are in all.
+
+    Args:
+        run: the run.
+        retry: statuses (``timeout``, ``failed``, ...) whose cells are to be measured again.
+    """
+    again = set()
+    for status in retry:
+        if status not in STATUSES:
+            raise unknown("status", status, STATUSES)
+    if retry:
+        for kind in run.record["measure"]:
+            rows = store.read_rows(run.path, kind)
+            again |= {(kind, i) for i in rows.cell_id[rows.status.isin(list(retry))]}
+    jobs: list[Job] = []
+    for kind in run.record["measure"]:
+        cells = run.cells if kind == "timing" else grid.accuracy_cells(run.cells)
+        jobs += [(kind, c) for c in sorted(cells, key=lambda c: c.arch == "cpu")]
+    missing = [
+        (kind, c)
+        for kind, c in jobs
+        if (kind, c.id) in again or not store.is_done(run.path, kind, c.id)
+    ]
+    return missing, len(jobs)
+
+
+class _Device:
+    """One device's warm worker: started when needed, replaced after a fault."""
+
+    def __init__(self, name: str, log: Path, worker: Worker | None = None) -> None:
+        self.name, self._log, self._worker = name, log, worker
+
+    def measure(self, run_dir: Path, job: Job, env: dict, function: str, limit_s: float) -> dict:
+        """Measure one cell, or write the row that says why it could not be."""
+        kind, cell = job
+        try:
+            self._worker = self._worker or Worker(self._log)
+            reply = self._worker.measure(
+                cell,
+                kind=kind,
+                device=self.name,
+                run_dir=run_dir,
+                function=function,
+                limit_s=limit_s,
+            )
+        except WorkerLostError as lost:
+            self.stop()
+            if store.is_done(run_dir, kind, cell.id):
+                return {"statuses": []}
+            return {"statuses": write_fault(run_dir, kind, cell, env, lost.status, str(lost))}
+        if reply.get("recycle"):
+            self.stop()
+        return reply
+
+    def stop(self) -> None:
+        if self._worker:
+            self._worker.stop()
+        self._worker = None
+
+
+def run_sweep(
+    cells: Sequence[Cell] | None,
+    out_dir: str | Path,
+    *,
+    measure: Sequence[str] = ("timing",),
+    resume: bool = True,
+    force: bool = False,
+    retry: Sequence[str] = (),
+    every_device: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Progress | None = None,
+    spec: dict | None = None,
+    functions: dict[str, str] | None = None,
+    worker: Worker | None = None,
+) -> SweepSummary:
+    """Measure every cell that the run at ``out_dir`` lacks. One device is at work at a time.
+
+    Args:
+        cells: what to measure; None goes on with the run at ``out_dir``.
+        out_dir: the run's own folder (``store.new_run_dir`` names one).
+        measure: ``timing``, ``accuracy`` or both.
+        resume: go on with a run that is there; False refuses it.
+        force: let a resumed run hold rows of another environment.
+        retry: statuses whose cells are measured again.
+        every_device: all GPUs of an arch at once, one worker each, rather than the first alone.
+        time_limit_s: the most seconds a cell may take, build and all.
+        progress: called after each job.
+        spec: what the sweep was asked for, kept in ``run.json``.
+        functions: what measures, by kind, as ``module:function``; ``worker.FUNCTIONS`` if absent.
+        worker: a started worker to use first; it is stopped at the end.
+
+    Raises:
+        MisuseError: the folder, the run in it or its environment does not allow this.
+        KeyboardInterrupt: interrupted; the run is marked so and can be resumed.
+    """
+    begun = time.perf_counter()
+    run_dir = Path(out_dir)
+    run = None
+    try:
+        if not time_limit_s > 0:
+            raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
+        run = open_sweep(cells, run_dir, measure, resume, spec=spec, time_limit_s=time_limit_s)
+        missing, total = missing_jobs(run, retry)
+        tally = _Tally(SweepSummary(run.id, str(run_dir), total), progress)
+        tally.summary.done = tally.summary.reused = total - len(missing)
+        if missing:
+            worker = worker or Worker(run_dir / "worker.log")
+            settle_environment(run, worker.environment, force)
+            _measure_all(
+                run,
+                missing,
+                every_device,
+                time_limit_s,
+                FUNCTIONS | (functions or {}),
+                worker,
+                tally,
+            )
+        return _finish(run, tally.summary, begun)
+    except BaseException as error:
+        if run:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            run.save(status="interrupted" if interrupted else "failed", ended_at=store.now())
+        raise
+    finally:
+        if worker:
+            worker.stop()
+        if run:
+            run.close()
+
+
+def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
+    summary.wall_s = round(time.perf_counter() - begun, 3)
+    kinds = [store.read_rows(run.path, kind) for kind in run.record["measure"]]
+    summary.statuses = dict(sum((Counter(rows.status) for rows in kinds), Counter()))
+    status = "ok" if summary.exit_code in (ExitCode.OK, ExitCode.NO_KERNEL) else "failed"
+    status = "incomplete" if summary.done < summary.jobs else status
+    kept = asdict(summary) | {"measuring_share": summary.measuring_share}
+    del kept["run_dir"]
+    run.save(status=status, ended_at=store.now(), summary=kept)
+    return summary
+
+
+@dataclass
+class _Tally:
+    """The summary as it grows, from several threads."""
+
+    summary: SweepSummary
+    progress: Progress | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, cell: Cell, reply: dict) -> None:
+        with self._lock:
+            s = self.summary
+            s.done += 1
+            s.measuring_s += reply.get("measure_s", 0.0)
+            if self.progress:
+                counts = Counter(reply["statuses"])
+                words = ", ".join(f"{n} {status}" for status, n in counts.items())
+                self.progress(s.done, s.jobs, cell, words)
+
+
+def _measure_all(
+    run: store.Run,
+    jobs: list[Job],
+    every_device: bool,
+    limit_s: float,
+    functions: dict[str, str],
+    worker: Worker,
+    tally: _Tally,
+) -> None:
+    """Arch by arch: skip what is not here, measure the rest on its first device or on all."""
+    env = worker.environment
+    log = run.path / "worker.log"
+    spare: list[Worker] = [worker]
+    for arch in dict.fromkeys(cell.arch for _, cell in jobs):
+        waiting = [job for job in jobs if job[1].arch == arch]
+        if arch not in here(env):
+            for kind, cell in waiting:
+                reason = absent(arch, env)
+                statuses = write_fault(run.path, kind, cell, env, "skipped", reason)
+                tally.add(cell, {"statuses": statuses})
+            continue
+        names = [f"cuda:{g['index']}" for g in env["gpus"] if g["arch"] == arch] or ["cpu"]
+        names = names[: len(waiting)] if every_device else names[:1]
+        devices = [_Device(n, log, spare.pop() if spare else None) for n in names]
+        tally.summary.workers = max(tally.summary.workers, len(devices))
+        _share_out(run.path, waiting, devices, env, functions, limit_s, tally)
+
+
+def _share_out(
+    run_dir: Path,
+    jobs: list[Job],
+    devices: list[_Device],
+    env: dict,
+    functions: dict[str, str],
+    limit_s: float,
+    tally: _Tally,
+) -> None:
+    """Let each device take the next job until none is left."""
+    queue = iter(jobs)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work(device: _Device) -> None:
+        try:
+            while not errors:
+                with lock:
+                    job = next(queue, None)
+                if job is None:
+                    return
+                reply = device.measure(run_dir, job, env, functions[job[0]], limit_s)
+                tally.add(job[1], reply)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            device.stop()
+
+    threads = [threading.Thread(target=work, args=(d,)) for d in devices[1:]]
+    for thread in threads:
+        thread.start()
+    work(devices[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---- for a notebook and for a bare machine
+
+
+def sweep(
+    *,
+    out: str | Path = "runs",
+    progress: Progress | None = None,
+    every_device: bool = False,
+    **spec,
+):
+    """Run a sweep from a notebook: ``sweep(models=["DeepSeek-V3"], batches=[1, 64])``.
+
+    Args:
+        out: the folder that the run's folder goes into.
+        progress: called after each job.
+        every_device: all GPUs of an arch at once.
+        **spec: fields of ``mlakit.sweep.spec.SweepSpec``; without ``archs``, this machine's GPU or,
+            where there is none, its CPU.
+
+    Returns:
+        The rows as a DataFrame (of the first kind in ``measure``); ``attrs["run_dir"]`` and
+        ``attrs["summary"]`` say where they are and how it went.
+
+    Raises:
+        MisuseError: a value or a name that the specification does not allow, in one line.
+    """
+    from mlakit.sweep.spec import SweepSpec
+
+    asked = SweepSpec.parse(spec)
+    summary = run_asked(asked.expand_values(), store.new_run_dir(out), asked.options(), progress)
+    frame = store.read_rows(summary.run_dir, asked.measure[0])
+    frame.attrs |= {"run_dir": summary.run_dir, "summary": str(summary)}
+    return frame
+
+
+def run_asked(
+    values: dict, run_dir: Path, options: dict, progress: Progress | None = None
+) -> SweepSummary:
+    """``run_sweep`` of ``grid.expand(**values)``, on this machine's first arch if none is named."""
+    worker = None
+    if values.get("archs") is None:
+        grid.expand(**values | {"archs": ("cpu",), "clocks": None})
+        worker = Worker()
+        values = values | {"archs": (here(worker.environment)[0],)}
+    try:
+        cells = grid.expand(**values)
+    except MisuseError:
+        if worker:
+            worker.stop()
+        raise
+    plain = {k: v for k, v in values.items() if v is not None}
+    return run_sweep(cells, run_dir, progress=progress, worker=worker, spec=plain, **options)
+
+
+def print_progress(done: int, total: int, cell: Cell, words: str) -> None:
+    """One plain line a job."""
+    shape = f"{cell.widths} M={cell.m} {cell.dtype} {cell.clock} {cell.cache}"
+    print(f"[{done}/{total}] {cell.arch} {shape}: {words}", flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m mlakit.sweep.run", description=__doc__)
+    p.add_argument("--preset", choices=grid.PRESETS)
+    p.add_argument("--out", default="runs", help="the folder that the run's folder goes into")
+    p.add_argument("--resume", metavar="RUN", help="the folder of a run to go on with")
+    p.add_argument("--force", action="store_true", help="resume in another environment")
+    p.add_argument("--every-device", action="store_true")
+    p.add_argument("--retry", default="", help="statuses to measure again, with --resume")
+    p.add_argument("--measure", default="timing", help="timing, accuracy or both")
+    p.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
+    for name, default in grid.DEFAULTS.items():
+        kind = float if name == "budget_s" else int if name == "seed" else str
+        p.add_argument("--" + name.replace("_", "-"), type=kind, help=f"default: {default}")
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The bare command; returns an ``ExitCode``."""
+    a = _arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    values = {n: getattr(a, n) for n in grid.DEFAULTS}
+    values = {n: v.split(",") if isinstance(v, str) else v for n, v in values.items()}
+    options = {"time_limit_s": a.time_limit_s, "every_device": a.every_device}
+    try:
+        if a.resume:
+            measure = store.show_run(a.resume)["measure"]
+            retry = a.retry.split(",") if a.retry else ()
+            options |= {"measure": measure, "force": a.force, "retry": retry}
+            summary = run_sweep(None, a.resume, progress=print_progress, **options)
+        else:
+            options["measure"] = a.measure.split(",")
+            run_dir = store.new_run_dir(a.out)
+            summary = run_asked(values | {"preset": a.preset}, run_dir, options, print_progress)
+    except MisuseError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.MISUSE
+    except KeyboardInterrupt:
+        print("interrupted: what was measured is kept; --resume goes on", file=sys.stderr)
+        return ExitCode.INCOMPLETE
+    print(summary)
+    print(summary.run_dir)
+    return summary.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The sweep's specification: one schema for the command line, a file and a notebook."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from mlakit.errors import MisuseError, unknown
+from mlakit.records import Cell
+from mlakit.sweep.grid import DEFAULTS, expand, whole
+from mlakit.sweep.run import TIME_LIMIT_S
+from mlakit.sweep.worker import FUNCTIONS
+
+
+def _listed(value: object) -> object:
+    """``"a,b"`` and a single value are lists too, as a command line gives them."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value if value is None or isinstance(value, list | tuple) else [value]
+
+
+def _rows(value: object) -> object:
+    listed = _listed(value)
+    return [whole(m) for m in listed] if isinstance(listed, list | tuple) else listed
+
+
+def _pairs(value: object) -> object:
+    """Widths as ``"1536+512"``; a pair of numbers is one entry of the list."""
+    if isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
+        value = [value]
+    listed = _listed(value)
+    if not isinstance(listed, list | tuple):
+        return listed
+    return ["+".join(map(str, v)) if isinstance(v, list | tuple) else v for v in listed]
+
+
+Names = Annotated[list[str] | None, BeforeValidator(_listed)]
+
+
+class SweepSpec(BaseModel):
+    """What to sweep. None means the preset's value or the default of ``grid.DEFAULTS``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    preset: str | None = None
+    archs: Names = None
+    models: Names = None
+    hidden: Annotated[list[str] | None, BeforeValidator(_pairs)] = None
+    batches: Annotated[list[int] | None, BeforeValidator(_rows)] = None
+    dtypes: Names = None
+    quants: Names = None
+    layouts: Names = None
+    clocks: Names = None
+    caches: Names = None
+    paths: Names = None
+    budget_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    seed: int | None = None
+    measure: Annotated[list[str], BeforeValidator(_listed)] = ["timing"]
+    time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = TIME_LIMIT_S
+
+    @classmethod
+    def parse(cls, values: Mapping) -> SweepSpec:
+        """The specification that plain values describe, checked down to its cells.
+
+        Raises:
+            MisuseError: an unknown name (with the near match) or a value outside its set.
+        """
+        for name in values:
+            if name not in cls.model_fields:
+                raise unknown("sweep option", name, cls.model_fields)
+        try:
+            spec = cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            # a MisuseError raised by a validator comes back wrapped, with its text after a comma
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, MisuseError):
+                raise MisuseError(str(cause)) from None
+            where = ".".join(map(str, first["loc"]))
+            raise MisuseError(f"{where} is {first['input']!r}: {first['msg']}") from None
+        for kind in spec.measure:
+            if kind not in FUNCTIONS:
+                raise unknown("kind of measurement", kind, FUNCTIONS)
+        if not spec.measure:
+            raise MisuseError(f"measure is empty: give {' or '.join(FUNCTIONS)}")
+        spec.cells(default_arch="cpu")
+        return spec
+
+    @classmethod
+    def load(cls, path: str | Path, **given) -> SweepSpec:
+        """The specification in a YAML, TOML or JSON file; ``given`` values win over the file's.
+
+        Raises:
+            MisuseError: no such file, another format, or not a table of values.
+        """
+        path = Path(path)
+        try:
+            values = _load(path)
+        except OSError as error:
+            raise MisuseError(f"cannot read {path} ({error.strerror}): name a file") from None
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise MisuseError(f"{path} does not read as {path.suffix[1:]}: {reason}") from None
+        if not isinstance(values, dict):
+            raise MisuseError(f"{path} holds no table: write lines such as batches: [1, 64]")
+        return cls.parse(values | {k: v for k, v in given.items() if v is not None})
+
+    def expand_values(self) -> dict:
+        """The keyword arguments of ``grid.expand``."""
+        return {"preset": self.preset} | {name: getattr(self, name) for name in DEFAULTS}
+
+    def options(self) -> dict:
+        """The keyword arguments of ``run.run_sweep`` that the specification holds."""
+        return {"measure": self.measure, "time_limit_s": self.time_limit_s}
+
+    def cells(self, default_arch: str) -> list[Cell]:
+        """The cells, on ``default_arch`` where the specification names none."""
+        values = self.expand_values()
+        if self.archs is None and self.clocks and set(self.clocks) != {"cpu"}:
+            # which clocks exist is known once the machine has been asked
+            values["clocks"] = None
+        return expand(**values | {"archs": self.archs or [default_arch]})
+
+
+def _load(path: Path) -> object:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return json.loads(text)
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    if path.suffix not in (".yaml", ".yml"):
+        raise MisuseError(f"{path}: a sweep file ends in .yaml, .toml or .json")
+    try:
+        import yaml
+    except ImportError:
+        raise MisuseError(
+            f"{path}: YAML needs `pip install pyyaml`; TOML and JSON do not"
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None

@@ -1,0 +1,424 @@
+"""The store: a run's folder, its Parquet parts, and reading them back whatever happened to them.
+
+A run is one folder: ``run.json`` (what and how it ended), ``parts/<cell_id>.parquet`` (timing
+rows), ``accuracy/<cell_id>.parquet`` (accuracy rows) and ``samples/<cell_id>.parquet`` (every raw
+sample). Parts are the record: a part is written under a temporary name and renamed, so it is
+there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mlakit import __version__
+from mlakit.errors import MisuseError, unknown
+from mlakit.records import (
+    ACCURACY_COLUMNS,
+    INTEGER_COLUMNS,
+    SCHEMA_VERSION,
+    TEXT_COLUMNS,
+    TIMING_COLUMNS,
+    Cell,
+    check_row,
+)
+
+FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
+"""What can be measured of a cell, and the folder its parts go to."""
+_COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
+_VERSION_KEY = b"mlakit_schema_version"
+
+
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# ---- parts
+
+
+def _schema(kind: str):
+    import pyarrow as pa
+
+    def column_type(name: str):
+        if name in TEXT_COLUMNS:
+            return pa.string()
+        return pa.int64() if name in INTEGER_COLUMNS else pa.float64()
+
+    return pa.schema(
+        [(name, column_type(name)) for name in _COLUMNS[kind]],
+        metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+    )
+
+
+def _replace(target: Path, write) -> None:
+    """Call ``write(temporary)`` and rename it to ``target``: there whole, or not there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def part_path(run_dir: Path, kind: str, cell_id: str) -> Path:
+    """Where the rows of a cell go."""
+    return Path(run_dir) / FOLDERS[kind] / f"{cell_id}.parquet"
+
+
+def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], samples=None) -> None:
+    """Write a cell's rows, and its raw samples before them: a part that is there is complete.
+
+    Args:
+        run_dir: the run's folder.
+        kind: ``timing`` or ``accuracy``.
+        cell_id: the cell's id.
+        rows: rows as ``mlakit.records.check_row`` takes them.
+        samples: by path, every sample in microseconds in the order taken.
+
+    Raises:
+        ValueError: an illegal row, or no row at all; nothing is written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = _COLUMNS[kind]
+    checked = [{c: r.get(c) for c in columns} for r in map(check_row, rows)]
+    if not checked:
+        raise ValueError(f"cell {cell_id} gave no rows")
+    table = pa.Table.from_pylist(checked, schema=_schema(kind))
+    if samples:
+        flat = pa.table(
+            {
+                "cell_id": [cell_id] * sum(len(v) for v in samples.values()),
+                "path": [path for path, values in samples.items() for _ in values],
+                "sample": [i for values in samples.values() for i in range(len(values))],
+                "us": pa.array([u for v in samples.values() for u in v], pa.float64()),
+            }
+        )
+        samples_file = Path(run_dir) / "samples" / f"{cell_id}.parquet"
+        _replace(samples_file, lambda t: pq.write_table(flat, t, compression="zstd"))
+    _replace(part_path(run_dir, kind, cell_id), lambda t: pq.write_table(table, t))
+
+
+def _migrate(table, kind: str, name: str):
+    """An older part in today's columns: a column it did not know is null, its others are kept."""
+    import pyarrow as pa
+
+    written = int((table.schema.metadata or {}).get(_VERSION_KEY, SCHEMA_VERSION))
+    if written > SCHEMA_VERSION:
+        raise MisuseError(
+            f"{name} has schema version {written}, this mlakit reads up to {SCHEMA_VERSION}: "
+            "update mlakit"
+        )
+    for column in _schema(kind):
+        if column.name not in table.column_names:
+            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
+    extra = [c for c in table.column_names if c not in _COLUMNS[kind]]
+    return table.select([*_COLUMNS[kind], *extra]).replace_schema_metadata(None)
+
+
+def _read_whole(path: Path, damaged: list[str]):
+    """The table at ``path``; None where the file is damaged, which is named and set aside."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # memory_map: pyarrow's own reader keeps a thread pool that a small part does not need
+        return pq.read_table(path, memory_map=True, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        if not path.exists():
+            raise
+        aside = path.with_name(path.name + ".damaged")
+        try:
+            path.rename(aside)
+            what = f"set aside as {aside.name}"
+        except OSError:
+            what = "left where it is (the folder is read-only)"
+        damaged.append(path.name)
+        first = str(error).splitlines()[0][:80]
+        warnings.warn(f"damaged part {path.name} ({first}): {what}", stacklevel=3)
+        return None
+
+
+def is_done(run_dir: Path, kind: str, cell_id: str) -> bool:
+    """Whether the cell's part is there and reads; a damaged one is set aside."""
+    path = part_path(run_dir, kind, cell_id)
+    return path.exists() and _read_whole(path, []) is not None
+
+
+def _part_files(folder: Path, kind: str) -> list[Path]:
+    """Part files of one file, one run, or every run below a root."""
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise MisuseError(f"no run at {folder}: name a run's folder, a folder of runs, or a file")
+    runs = [folder] if (folder / FOLDERS[kind]).is_dir() else sorted(folder.iterdir())
+    return [p for run in runs for p in sorted((run / FOLDERS[kind]).glob("*.parquet"))]
+
+
+def read_rows(folder: str | Path, kind: str = "timing"):
+    """Rows as a pandas DataFrame: of one run, of every run below a folder, or of one Parquet file.
+
+    Integer columns are pandas' nullable ``Int64``. ``frame.attrs["damaged"]`` names the parts
+    that did not read; each is renamed ``*.damaged``, a warning says so, and the rest is returned.
+
+    Raises:
+        MisuseError: nothing there, unknown kind, or written by a newer schema.
+    """
+    import pandas as pd
+    import pyarrow as pa
+
+    if kind not in FOLDERS:
+        raise unknown("kind of rows", kind, FOLDERS)
+    damaged: list[str] = []
+    tables = []
+    for path in _part_files(Path(folder), kind):
+        table = _read_whole(path, damaged)
+        if table is not None:
+            tables.append(_migrate(table, kind, path.name))
+    tables = tables or [_schema(kind).empty_table().replace_schema_metadata(None)]
+    merged = pa.concat_tables(tables, promote_options="default")
+    frame = merged.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    frame.attrs["damaged"] = damaged
+    return frame
+
+
+def read_samples(run_dir: str | Path, cell_id: str | None = None):
+    """Raw samples as a DataFrame (``cell_id, path, sample, us``) of one cell or of the whole run.
+
+    Raises:
+        MisuseError: the run has no samples (of that cell).
+    """
+    import pyarrow as pa
+
+    files = sorted((Path(run_dir) / "samples").glob(f"{cell_id or '*'}.parquet"))
+    damaged: list[str] = []
+    tables = [t for t in (_read_whole(f, damaged) for f in files) if t is not None]
+    if not tables:
+        raise MisuseError(f"no samples of {cell_id or 'any cell'} in {Path(run_dir).name}")
+    frame = pa.concat_tables(tables).to_pandas()
+    frame.attrs["damaged"] = damaged
+    return frame
+
+
+def export(
+    run_dir: str | Path, file: str | Path, kind: str = "timing", *, recorded: bool = False
+) -> Path:
+    """Write a run's rows to one Parquet file, sorted; its samples beside it as ``*-samples``.
+
+    Args:
+        run_dir: the run's folder.
+        file: the file to write.
+        kind: ``timing`` or ``accuracy``.
+        recorded: mark measured rows as ``recorded``, as a file kept in ``data/recorded`` wants.
+
+    Raises:
+        MisuseError: the run has no rows.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = read_rows(run_dir, kind)
+    if rows.empty:
+        raise MisuseError(f"{Path(run_dir).name} has no {kind} rows to export")
+    if recorded:
+        rows.loc[rows.evidence == "measured", "evidence"] = "recorded"
+    order = ["arch", "q_lora_rank", "kv_lora_rank", "dtype", "m", "clock", "cache", "cell_id"]
+    rows = rows.sort_values(order, kind="stable")
+    file = Path(file)
+    table = pa.Table.from_pandas(rows, schema=_schema(kind), preserve_index=False)
+    _replace(file, lambda t: pq.write_table(table, t, compression="zstd"))
+    if kind == "timing" and any((Path(run_dir) / "samples").glob("*.parquet")):
+        flat = pa.Table.from_pandas(read_samples(run_dir), preserve_index=False)
+        beside = file.with_name(f"{file.stem}-samples.parquet")
+        _replace(beside, lambda t: pq.write_table(flat, t, compression="zstd"))
+    return file
+
+
+# ---- runs
+
+
+@dataclass
+class Run:
+    """An open run: its folder, what ``run.json`` says, and the lock that keeps others out."""
+
+    path: Path
+    record: dict
+    _lock: int = field(repr=False)
+
+    @property
+    def id(self) -> str:
+        """The folder's name."""
+        return self.record["run_id"]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells the run was started for."""
+        return [Cell.from_json(c) for c in self.record["cells"]]
+
+    def save(self, **changes) -> None:
+        """Change ``run.json``, all of it or nothing."""
+        self.record.update(changes)
+        text = json.dumps(self.record, indent=1)
+        _replace(self.path / "run.json", lambda t: t.write_text(text, encoding="utf-8"))
+
+    def close(self) -> None:
+        """Let others in."""
+        os.close(self._lock)
+
+
+def new_run_dir(root: str | Path = "runs") -> Path:
+    """A name for a new run below ``root``: ``<UTC time>-<short id>``; nothing is created."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path(root) / f"{stamp}-{secrets.token_hex(3)}"
+
+
+def _lock(path: Path) -> int:
+    """Take the run's lock. The kernel drops it with its holder, so a killed run never keeps it."""
+    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 100, 0).decode() or "another process"
+        os.close(descriptor)
+        raise MisuseError(
+            f"run {path.name} is in use by {holder}: wait for it, or name another folder"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} since {now()}".encode(), 0)
+    return descriptor
+
+
+def create_run(path: str | Path, cells: list[Cell], **record) -> Run:
+    """Make a run's folder and ``run.json``. The caller closes the run.
+
+    Raises:
+        MisuseError: the folder is in use, holds something already, or cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(entry.name != "lock" for entry in path.iterdir()):
+            raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
+        lock = _lock(path)
+    except OSError as error:
+        raise MisuseError(
+            f"cannot write {path} ({error.strerror}): name a folder that you can write to"
+        ) from None
+    run = Run(path, {}, lock)
+    run.save(
+        schema_version=SCHEMA_VERSION,
+        run_id=path.resolve().name,
+        status="running",
+        started_at=now(),
+        ended_at=None,
+        mlakit=__version__,
+        environment=None,
+        cells=[c.to_json() for c in cells],
+        cell_ids=[c.id for c in cells],
+        **record,
+    )
+    return run
+
+
+def open_run(path: str | Path) -> Run:
+    """Open an existing run to go on with it. The caller closes the run.
+
+    Raises:
+        MisuseError: no run there, in use by another process, or ``run.json`` does not read.
+    """
+    path = Path(path)
+    record = show_run(path)
+    lock = _lock(path)
+    for left_over in path.glob("*/.*.tmp"):
+        left_over.unlink(missing_ok=True)
+    record.pop("done", None)
+    return Run(path, record, lock)
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        descriptor = os.open(path / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def show_run(path: str | Path) -> dict:
+    """What ``run.json`` says, and ``done``: parts by kind. "running" with no process is "crashed".
+
+    Raises:
+        MisuseError: no run there, or its ``run.json`` does not read.
+    """
+    path = Path(path)
+    try:
+        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MisuseError(f"no run at {path}: `mlakit runs` lists the runs there are") from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise MisuseError(f"{path / 'run.json'} does not read: {error}") from None
+    if record["status"] == "running" and not _in_use(path):
+        record["status"] = "crashed"
+    record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}
+    return record
+
+
+def list_runs(root: str | Path = "runs"):
+    """Every run below ``root``, oldest first, as a DataFrame; an unreadable one is listed so."""
+    import pandas as pd
+
+    rows = []
+    for file in sorted(Path(root).glob("*/run.json")):
+        try:
+            record = show_run(file.parent)
+        except MisuseError:
+            rows.append({"run_id": file.parent.name, "status": "unreadable"})
+            continue
+        summary = record.get("summary") or {}
+        rows.append(
+            {
+                "run_id": record["run_id"],
+                "status": record["status"],
+                "started_at": record["started_at"],
+                "ended_at": record["ended_at"],
+                "measure": ",".join(record.get("measure", [])),
+                "cells": len(record["cell_ids"]),
+                "done": sum(record["done"].values()),
+                "wall_s": summary.get("wall_s"),
+            }
+        )
+    columns = "run_id status started_at ended_at measure cells done wall_s".split()
+    return pd.DataFrame(rows, columns=columns)
+
+
+def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
+    """Delete all but the newest ``keep`` runs below ``root``; one in use is never deleted.
+
+    Raises:
+        MisuseError: ``keep`` below 0.
+    """
+    if keep < 0:
+        raise MisuseError(f"keep is {keep}: give 0 or more runs to keep")
+    runs = sorted(file.parent for file in Path(root).glob("*/run.json"))
+    gone = [run for run in runs[: max(0, len(runs) - keep)] if not _in_use(run)]
+    for run in gone:
+        shutil.rmtree(run)
+    return [run.name for run in gone]

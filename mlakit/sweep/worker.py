@@ -1,0 +1,352 @@
+"""A warm worker: a child process that measures one cell after another, and its parent's handle.
+
+Both ends of one pipe, JSON lines. The child (``python -m mlakit.sweep.worker``) says what machine
+it is on, then answers each request once the cell's part is written. Whatever a cell does to its
+process (segfault, out of memory, a hang) happens to the child; the parent keeps the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import platform
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mlakit import __version__
+from mlakit.archs import devices, vendor_of
+from mlakit.records import SCHEMA_VERSION, Cell, CellResult
+from mlakit.shapes import model
+from mlakit.sweep.store import now, write_part
+
+FUNCTIONS = {
+    "timing": "mlakit.timing.measure:measure_cell",
+    "accuracy": "mlakit.drift.accuracy:accuracy_cell",
+}
+"""What measures a cell: ``function(cell, *, device, run) -> CellResult``."""
+
+_START_S = 120.0  # importing torch from a cold disk has taken over a minute
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+# ---- what both ends write
+
+
+def environment() -> dict:
+    """This machine's software and devices, as ``run.json`` keeps them; no host, no user."""
+    import torch
+
+    try:
+        triton = importlib.import_module("triton").__version__
+    except ImportError:
+        triton = None
+    gpus = [
+        {"index": d.index, "name": d.name, "arch": d.arch, "arch_raw": d.arch_raw}
+        for d in devices()
+    ]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "mlakit": __version__,
+        "git_sha": _git_sha(),
+        "driver": _driver(gpus),
+        "cpu": _cpu_name(),
+        "gpus": gpus,
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _cpu_name() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1).strip() if found else platform.machine()
+
+
+def _driver(gpus: list[dict]) -> str | None:
+    if not gpus:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version"))
+    return found.group(1) if found else _read("/sys/module/amdgpu/version").strip() or None
+
+
+def _git_sha() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():  # installed; a repository further up is someone else's
+        return None
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def identity(cell: Cell, run: str, env: dict) -> dict:
+    """The identity columns of a cell's rows, where the measuring function left them out."""
+    gpu = next((g for g in env["gpus"] if g["arch"] == cell.arch), None)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run,
+        "cell_id": cell.id,
+        "started_at": now(),
+        "evidence": "measured",
+        "device": env["cpu"] if cell.arch == "cpu" else gpu and gpu["name"],
+        "vendor": vendor_of(cell.arch),
+        "arch": cell.arch,
+        "arch_raw": gpu["arch_raw"] if gpu else cell.arch,
+        "driver": env["driver"] if gpu else None,
+        "torch": env["torch"],
+        "triton": env["triton"],
+        "mlakit": env["mlakit"],
+        "git_sha": env["git_sha"],
+        "model": cell.model or None,
+        "hidden_size": model(cell.model).hidden_size if cell.model else None,
+        "q_lora_rank": cell.q_lora_rank,
+        "kv_lora_rank": cell.kv_lora_rank,
+        "m": cell.m,
+        "dtype": cell.dtype,
+        "quant": cell.quant,
+        "layout": cell.layout,
+        "clock": cell.clock,
+        "cache": cell.cache,
+    }
+
+
+def write_fault(
+    run_dir: Path, kind: str, cell: Cell, env: dict, status: str, reason: str
+) -> list[str]:
+    """Write one row, without figures, for a cell that could not be measured; its statuses.
+
+    The row's ``path_requested`` names all of the cell's paths: what happened, happened to all.
+    """
+    row = identity(cell, Path(run_dir).resolve().name, env)
+    row |= {"path_requested": ",".join(cell.paths), "status": status, "reason": reason}
+    if kind == "accuracy":
+        row["share_correct"] = None
+    write_part(run_dir, kind, cell.id, [row])
+    return [status]
+
+
+def plain_reason(error: BaseException) -> str:
+    """An exception in one line of at most 200 characters, without the folders of its paths."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/", "", lines[0] if lines else "")
+    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")
+
+
+# ---- the child
+
+
+def needed_bytes(cell: Cell) -> int:
+    """The least memory a cell takes on its device: input, both outputs, and one float32 copy.
+
+    A lower bound, for refusing what cannot fit; paths and cold buffers may take more.
+    """
+    element = _ELEMENT_BYTES[cell.dtype]
+    row = element * (cell.widths.row_stride + 2 * cell.widths.hidden) + 4 * cell.widths.row_stride
+    return cell.m * row
+
+
+def free_bytes(device: str) -> int | None:
+    """Bytes that a new tensor may take on ``cpu`` or ``cuda:N``; None where nothing says so."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    limits = [int(found.group(1)) * 1024] if found else []
+    top, used = (_read(f"/sys/fs/cgroup/memory.{n}").strip() for n in ("max", "current"))
+    if top.isdecimal() and used.isdecimal():
+        limits.append(int(top) - int(used))
+    return min(limits, default=None)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however that dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+
+
+def _measure(request: dict, env: dict) -> dict:
+    """Measure one cell and write its part; the reply to the parent."""
+    cell = Cell.from_json(request["cell"])
+    run_dir, kind, device = Path(request["run_dir"]), request["kind"], request["device"]
+    run = run_dir.resolve().name
+    need, free = needed_bytes(cell), free_bytes(device)
+    if free is not None and need > free:
+        reason = f"too large for {device}: needs {_gib(need)}, {_gib(free)} free"
+        return {"statuses": write_fault(run_dir, kind, cell, env, "skipped", reason)}
+    module, _, name = request["function"].partition(":")
+    begun = time.perf_counter()
+    try:
+        function = getattr(importlib.import_module(module), name)
+        result: CellResult = function(cell, device=device, run=run)
+        measured = time.perf_counter() - begun
+        base = identity(cell, run, env)
+        rows = [base | {k: v for k, v in row.items() if v is not None} for row in result.rows]
+        if kind == "accuracy":
+            rows = [{"share_correct": None} | row for row in rows]
+        write_part(run_dir, kind, cell.id, rows, result.samples_us)
+        return {"statuses": [r["status"] for r in rows], "measure_s": measured}
+    except Exception as error:
+        # one process serves many cells: a fault of any kind is this cell's row, and no more
+        lost = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+        status = "oom" if lost else "failed"
+        reply = {"statuses": write_fault(run_dir, kind, cell, env, status, plain_reason(error))}
+        return reply | {"measure_s": time.perf_counter() - begun, "recycle": _sticky(device)}
+
+
+def _sticky(device: str) -> bool:
+    """Whether the device stays unusable for this process, as after an illegal memory access."""
+    if device == "cpu":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return False
+    except RuntimeError:
+        return True
+
+
+def main() -> None:
+    """Serve requests from standard input until it ends."""
+    _die_with(int(sys.argv[1]))
+    # libraries print to standard output; replies go where nothing else does
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    env = environment()
+
+    def reply(message: dict) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    reply({"environment": env})
+    for line in sys.stdin:
+        reply(_measure(json.loads(line), env))
+
+
+# ---- the parent's handle
+
+
+class WorkerLostError(RuntimeError):
+    """The worker ended or was ended; ``status`` is the cell's status and the message its reason."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Worker:
+    """The parent's handle on one worker process. Starting it waits until it has imported torch.
+
+    Raises:
+        WorkerLostError: it ended before it was ready, or a cell ended it.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(p for p in (package_root, os.environ.get("PYTHONPATH")) if p)
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._ooms = _oom_kills()
+        with open(log or os.devnull, "ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlakit.sweep.worker", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=env | {"PYTHONPATH": path},
+                start_new_session=True,
+            )
+        self._pending = b""
+        try:
+            self.environment: dict = self._answer(_START_S)["environment"]
+        except BaseException:
+            self.stop()
+            raise
+
+    def measure(
+        self, cell: Cell, *, kind: str, device: str, run_dir: Path, function: str, limit_s: float
+    ) -> dict:
+        """Have one cell measured and its part written; the worker's reply.
+
+        Raises:
+            WorkerLostError: past ``limit_s`` (the worker's process group is killed) or crashed.
+        """
+        request = {"cell": cell.to_json(), "kind": kind, "device": device, "function": function}
+        request["run_dir"] = str(run_dir)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._answer(limit_s)
+
+    def _answer(self, limit_s: float) -> dict:
+        stdout, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._pending:
+            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                raise WorkerLostError("timeout", f"over the time limit of {limit_s:g} s")
+            chunk = os.read(stdout, 65536)
+            if not chunk:
+                raise self._lost()
+            self._pending += chunk
+        line, _, self._pending = self._pending.partition(b"\n")
+        return json.loads(line)
+
+    def _lost(self) -> WorkerLostError:
+        code = self._process.wait()
+        self.stop()
+        if code >= 0:
+            return WorkerLostError("failed", f"the worker exited with code {code}")
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        if code == -signal.SIGKILL and _oom_kills() > self._ooms:
+            return WorkerLostError("oom", "the kernel killed the worker: out of memory")
+        status = "killed" if -code in (signal.SIGKILL, signal.SIGTERM) else "failed"
+        return WorkerLostError(status, f"the worker died of {name}")
+
+    def stop(self) -> None:
+        """End the worker and everything it started, at once; a second call does nothing."""
+        if self._process.stdout.closed:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def _oom_kills() -> int:
+    """How often the kernel's memory killer has struck in this process's control group."""
+    found = re.search(r"^oom_kill (\d+)", _read("/sys/fs/cgroup/memory.events"), re.MULTILINE)
+    return int(found.group(1)) if found else 0
+
+
+if __name__ == "__main__":
+    main()

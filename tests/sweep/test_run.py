@@ -1,0 +1,230 @@
+"""Sweeps that lose nothing: faults are rows, a killed sweep resumes, two never share a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mlakit.errors import ExitCode, MisuseError
+from mlakit.sweep import run as run_module
+from mlakit.sweep import store
+from mlakit.sweep.grid import expand
+from mlakit.sweep.run import SweepSummary, difference, run_sweep
+from mlakit.sweep.worker import needed_bytes, plain_reason
+
+MEASURE = {"timing": "doubles:measure", "accuracy": "doubles:accuracy"}
+FAULTS = (1001, 1002, 1003, 1004, 1005, 1006)
+
+
+def cells_of(*batches, **given):
+    return expand(batches=batches, paths=["torch_native", "cpu_fused"], **given)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_every_fault_is_a_row_and_the_sweep_goes_on(tmp_path, doubles_log):
+    cells = cells_of(1, *FAULTS, 2)
+    cells += cells_of(64, archs=["gfx950"]) + cells_of(2**40)
+    seen = []
+    summary = run_sweep(
+        cells,
+        tmp_path / "run",
+        functions=MEASURE,
+        time_limit_s=1.5,
+        progress=lambda *a: seen.append(a),
+    )
+    assert summary.done == summary.jobs == len(cells) == len(seen)
+    rows = store.read_rows(tmp_path / "run").set_index("m")
+    assert rows.loc[[1, 2], "status"].tolist() == ["ok"] * 4
+    faults = {m: (rows.loc[m, "status"], rows.loc[m, "reason"]) for m in FAULTS}
+    assert faults == {
+        1001: ("timeout", "over the time limit of 1.5 s"),
+        1002: ("failed", "the worker died of SIGSEGV"),
+        1003: ("failed", "RuntimeError: no kernel image in kernel.so"),
+        1004: ("killed", "the worker died of SIGKILL"),
+        1005: ("oom", "MemoryError: cannot allocate"),
+        1006: ("failed", "ValueError: a skipped row may not hold figures: ['p50_us']"),
+    }
+    assert rows.loc[64, "status"] == "skipped"
+    assert rows.loc[64, "reason"] == "gfx950 is not on this machine (here: cpu)"
+    assert rows.loc[2**40, "status"] == "skipped"
+    assert "needs" in rows.loc[2**40, "reason"]
+    assert "GiB free" in rows.loc[2**40, "reason"]
+    assert rows.p50_us.notna().sum() == 4
+    assert rows.loc[1001, "path_requested"] == "torch_native,cpu_fused"
+    assert (rows.run_id == "run").all()
+    forked = [
+        int(line.split()[2]) for line in doubles_log.read_text().splitlines() if "fork" in line
+    ]
+    assert forked
+    assert not any(alive(pid) for pid in forked)
+    record = store.show_run(tmp_path / "run")
+    assert record["status"] == "failed"
+    assert record["ended_at"]
+    assert summary.exit_code == ExitCode.KILLED
+
+
+def test_rows_name_no_path_user_or_host(tmp_path, doubles_log):
+    run_sweep(cells_of(1003, 1), tmp_path / "run", functions=MEASURE)
+    rows = store.read_rows(tmp_path / "run")
+    text = " ".join(map(str, rows.to_numpy().ravel()))
+    assert "/home" not in text
+    assert str(tmp_path) not in text
+    assert os.uname().nodename not in text
+
+
+def test_timing_and_accuracy_go_to_their_own_folders(tmp_path, doubles_log):
+    cells = expand(batches=[1, 2], paths=["cpu_fused"], caches=["cold", "hot"])
+    measure = ["timing", "accuracy"]
+    summary = run_sweep(cells, tmp_path / "run", measure=measure, functions=MEASURE)
+    assert summary.jobs == 6  # accuracy does not depend on the cache
+    accuracy = store.read_rows(tmp_path / "run", "accuracy")
+    assert sorted(accuracy.m) == [1, 2]
+    assert accuracy.share_correct.tolist() == [1.0, 1.0]
+    assert len(store.read_rows(tmp_path / "run")) == 4
+
+
+def test_a_killed_driver_resumes_with_what_is_missing(tmp_path, doubles_log):
+    run_dir = tmp_path / "run"
+    code = (
+        "import sys; from mlakit.sweep.run import run_sweep; from mlakit.sweep.grid import expand;"
+        "run_sweep(expand(batches=[1, 2, 3, 4, 5, 6], paths=['cpu_fused']), sys.argv[1],"
+        " functions={'timing': 'doubles:slow'})"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
+    deadline = time.monotonic() + 40
+    while len(list((run_dir / "parts").glob("*.parquet"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with pytest.raises(MisuseError, match=f"in use by process {driver.pid}"):
+        run_sweep(None, run_dir)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    workers = {int(line.split()[2]) for line in doubles_log.read_text().splitlines()}
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline, "a worker outlived its driver"
+        time.sleep(0.05)
+    assert store.show_run(run_dir)["status"] == "crashed"
+    kept = len(list((run_dir / "parts").glob("*.parquet")))
+    summary = run_sweep(None, run_dir, functions={"timing": "doubles:slow"})
+    assert (summary.reused, summary.done, summary.jobs) == (kept, 6, 6)
+    ends = Counter(
+        line.split()[1] for line in doubles_log.read_text().splitlines() if "end" in line
+    )
+    assert set(ends.values()) == {1}
+    assert store.show_run(run_dir)["status"] == "ok"
+    assert len(store.read_rows(run_dir)) == 6
+
+
+def test_ctrl_c_leaves_nothing_half_written(tmp_path, doubles_log):
+    def interrupt(done, total, cell, words):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    cells = cells_of(1, 2, 3)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(cells, tmp_path / "run", functions=MEASURE, progress=interrupt)
+    assert store.show_run(tmp_path / "run")["status"] == "interrupted"
+    assert len(list((tmp_path / "run/parts").iterdir())) == 2
+    summary = run_sweep(cells, tmp_path / "run", functions=MEASURE)
+    assert summary.reused == 2
+    with pytest.raises(MisuseError, match="holds a run already"):
+        run_sweep(cells, tmp_path / "run", resume=False)
+    with pytest.raises(MisuseError, match="other cells"):
+        run_sweep(cells[:1], tmp_path / "run")
+
+
+def test_another_environment_is_refused_unless_forced(tmp_path, doubles_log):
+    run_dir = tmp_path / "run"
+    run_sweep(cells_of(1, 2), run_dir, functions=MEASURE)
+    record = json.loads((run_dir / "run.json").read_text())
+    record["environment"]["torch"] = "1.0"
+    (run_dir / "run.json").write_text(json.dumps(record))
+    next((run_dir / "parts").glob("*.parquet")).write_bytes(b"PAR1 cut off")
+    with (
+        pytest.warns(UserWarning, match="damaged part"),
+        pytest.raises(MisuseError, match=r"torch 1\.0 there, .* here") as refused,
+    ):
+        run_sweep(None, run_dir, functions=MEASURE)
+    assert "\n" not in str(refused.value)
+    summary = run_sweep(None, run_dir, functions=MEASURE, force=True)
+    assert (summary.reused, summary.done) == (1, 2)
+    assert store.show_run(run_dir)["other_environments"][0]["torch"] == "1.0"
+
+
+def test_failed_cells_are_measured_again_on_request(tmp_path, doubles_log):
+    run_dir = tmp_path / "run"
+    run_sweep(cells_of(1, 1003), run_dir, functions=MEASURE)
+    assert run_sweep(None, run_dir, functions=MEASURE).reused == 2
+    again = run_sweep(None, run_dir, functions={"timing": "doubles:slow"}, retry=["failed"])
+    assert again.reused == 1
+    assert set(store.read_rows(run_dir).status) == {"ok"}
+
+
+def test_no_run_folder_is_made_for_a_bad_request(tmp_path):
+    with pytest.raises(MisuseError, match="no run at"):
+        run_sweep(None, tmp_path / "none")
+    with pytest.raises(MisuseError, match="kind of measurement"):
+        run_sweep(cells_of(1), tmp_path / "none", measure=["time"])
+    with pytest.raises(MisuseError, match="seconds above 0"):
+        run_sweep(cells_of(1), tmp_path / "none", time_limit_s=0)
+    assert not (tmp_path / "none").exists()
+
+
+def test_bare_command(tmp_path, doubles_log, capsys):
+    assert run_module.main(["--archs", "cpu", "--batches", "0", "--out", str(tmp_path)]) == 2
+    assert "whole number of rows" in capsys.readouterr().err
+    assert run_module.main(["--archs", "gfx950", "--batches", "1,2", "--out", str(tmp_path)]) == 7
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert store.show_run(last)["status"] == "ok"
+    assert run_module.main(["--resume", last]) == 7
+
+
+@pytest.mark.parametrize(
+    ("statuses", "done", "code"),
+    [
+        ({"ok": 3}, 4, ExitCode.OK),
+        ({"ok": 3}, 3, ExitCode.INCOMPLETE),
+        ({"ok": 1, "wrong": 1}, 4, ExitCode.FAILED),
+        ({"failed": 1, "timeout": 1}, 4, ExitCode.TIMED_OUT),
+        ({"ok": 1, "oom": 1}, 4, ExitCode.KILLED),
+        ({"skipped": 4}, 4, ExitCode.NO_KERNEL),
+        ({"skipped": 3, "ok": 1}, 4, ExitCode.OK),
+    ],
+)
+def test_exit_codes(statuses, done, code):
+    assert SweepSummary("r", "r", jobs=4, done=done, statuses=statuses).exit_code == code
+
+
+def test_difference_names_what_differs():
+    a = {"torch": "2.11", "gpus": [{"name": "NVIDIA H200", "arch": "sm_90"}]}
+    b = {"torch": "2.13", "gpus": []}
+    assert difference(a, a) is None
+    expected = "torch 2.11 there, 2.13 here; GPUs NVIDIA H200 there, none here"
+    assert difference(a, b) == expected
+
+
+def test_reasons_keep_no_folders():
+    error = OSError("cannot open '/home/me/x/y.so': see /usr/lib/z and a/b\nsecond line")
+    assert plain_reason(error) == "OSError: cannot open 'y.so': see z and a/b"
+    assert plain_reason(ValueError()) == "ValueError"
+
+
+def test_needed_bytes_counts_input_outputs_and_the_float32_source():
+    (cell,) = cells_of(1000)
+    assert needed_bytes(cell) == 1000 * (2 * (2112 + 2 * 2048) + 4 * 2112)

@@ -1,0 +1,159 @@
+"""The store: types, atomic parts, damaged and older parts, runs listed and pruned."""
+
+from __future__ import annotations
+
+import os
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mlakit.errors import MisuseError
+from mlakit.records import ACCURACY_COLUMNS, TIMING_COLUMNS
+from mlakit.sweep import store
+from mlakit.sweep.grid import expand
+
+ROW = {
+    "evidence": "measured",
+    "status": "ok",
+    "arch": "cpu",
+    "m": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "dtype": "bf16",
+    "clock": "cpu",
+    "cache": "cold",
+    "p50_us": 1.25,
+}
+
+
+def row(cell_id: str, **changes) -> dict:
+    return ROW | {"cell_id": cell_id, "path_requested": "p"} | changes
+
+
+def test_columns_and_types_come_back(tmp_path):
+    big = 2**53 + 1  # not a float64
+    store.write_part(tmp_path, "timing", "a", [row("a", cache_bytes=big), row("a")])
+    rows = store.read_rows(tmp_path)
+    assert list(rows.columns) == list(TIMING_COLUMNS)
+    assert rows.cache_bytes[0] == big
+    assert pd.isna(rows.cache_bytes[1])
+    assert rows.p50_us.dtype == "float64"
+    assert rows.note.isna().all()
+    metadata = pq.read_schema(store.part_path(tmp_path, "timing", "a")).metadata
+    assert metadata[b"mlakit_schema_version"] == b"1"
+
+
+def test_accuracy_rows_have_their_own_columns(tmp_path):
+    figures = {"share_correct": 1.0, "max_ulp": 2}
+    accuracy = {k: v for k, v in row("a").items() if k != "p50_us"} | figures
+    store.write_part(tmp_path, "accuracy", "a", [accuracy])
+    rows = store.read_rows(tmp_path, "accuracy")
+    assert list(rows.columns) == list(ACCURACY_COLUMNS)
+    assert (rows.max_ulp[0], rows.share_correct[0]) == (2, 1.0)
+    with pytest.raises(MisuseError, match="unknown kind of rows"):
+        store.read_rows(tmp_path, "speed")
+
+
+def test_an_illegal_row_writes_nothing(tmp_path):
+    for rows in ([], [row("a", status="failed")], [row("a", status="fine")], [{"x": 1}]):
+        with pytest.raises(ValueError, match="row"):
+            store.write_part(tmp_path, "timing", "a", rows)
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("keep", [0, 4, 300, -1])
+def test_a_damaged_part_is_named_and_set_aside(tmp_path, keep):
+    for name in ("a", "b", "c"):
+        store.write_part(tmp_path, "timing", name, [row(name)])
+    part = store.part_path(tmp_path, "timing", "b")
+    part.write_bytes(part.read_bytes()[:keep])
+    with pytest.warns(UserWarning, match=r"damaged part b\.parquet"):
+        rows = store.read_rows(tmp_path)
+    assert rows.cell_id.tolist() == ["a", "c"]
+    assert rows.attrs["damaged"] == ["b.parquet"]
+    assert part.with_name("b.parquet.damaged").exists()
+    assert not store.is_done(tmp_path, "timing", "b")
+    assert store.read_rows(tmp_path).attrs["damaged"] == []
+
+
+def test_older_parts_read_and_newer_ones_are_refused(tmp_path):
+    old = pa.table(
+        {"cell_id": ["old"], "m": [8], "p50_us": [3.0], "former": ["kept"]},
+        metadata={b"mlakit_schema_version": b"0"},
+    )
+    (tmp_path / "parts").mkdir()
+    pq.write_table(old, tmp_path / "parts/old.parquet")
+    store.write_part(tmp_path, "timing", "new", [row("new")])
+    rows = store.read_rows(tmp_path).set_index("cell_id")
+    assert rows.loc["old", "former"] == "kept"
+    assert rows.p50_us.to_dict() == {"new": 1.25, "old": 3.0}
+    assert pd.isna(rows.loc["old", "status"])
+    newer = old.replace_schema_metadata({b"mlakit_schema_version": b"99"})
+    pq.write_table(newer, tmp_path / "parts/newer.parquet")
+    with pytest.raises(MisuseError, match=r"schema version 99.*update mlakit"):
+        store.read_rows(tmp_path)
+
+
+def test_samples_keep_every_value_in_order(tmp_path):
+    samples = {"x": [3.0, 1.0, 1e9], "y": [2.0]}
+    store.write_part(tmp_path, "timing", "a", [row("a")], samples)
+    read = store.read_samples(tmp_path, "a")
+    assert read[read.path == "x"].us.tolist() == samples["x"]
+    assert read[read.path == "y"].us.tolist() == samples["y"]
+    with pytest.raises(MisuseError, match="no samples"):
+        store.read_samples(tmp_path, "b")
+
+
+def test_export_is_sorted_and_marked_recorded(tmp_path):
+    for name, m in (("a", 64), ("b", 1)):
+        rows = [row(name, m=m), row(name, m=m, evidence="modelled")]
+        store.write_part(tmp_path / "run", "timing", name, rows, {"x": [1.0]})
+    file = store.export(tmp_path / "run", tmp_path / "out.parquet", recorded=True)
+    rows = store.read_rows(file)
+    assert rows.m.tolist() == [1, 1, 64, 64]
+    assert set(rows.evidence) == {"recorded", "modelled"}
+    assert len(pq.read_table(tmp_path / "out-samples.parquet")) == 2
+    with pytest.raises(MisuseError, match="no accuracy rows"):
+        store.export(tmp_path / "run", tmp_path / "no.parquet", "accuracy")
+
+
+def test_runs_are_listed_and_pruned_but_never_one_in_use(tmp_path):
+    cells = expand(batches=[1, 2])
+    open_runs = [store.create_run(tmp_path / f"run-{i}", cells, measure=["timing"]) for i in "abc"]
+    open_runs[1].save(status="ok", ended_at=store.now())
+    for run in open_runs[1:]:
+        run.close()
+    (tmp_path / "run-d").mkdir()
+    (tmp_path / "run-d/run.json").write_text("{")
+    listed = store.list_runs(tmp_path).set_index("run_id").status
+    assert listed.to_dict() == {
+        "run-a": "running",
+        "run-b": "ok",
+        "run-c": "crashed",
+        "run-d": "unreadable",
+    }
+    with pytest.raises(MisuseError, match="in use by process"):
+        store.open_run(tmp_path / "run-a")
+    assert store.prune(tmp_path, keep=1) == ["run-b", "run-c"]
+    assert store.list_runs(tmp_path).run_id.tolist() == ["run-a", "run-d"]
+    open_runs[0].close()
+    with pytest.raises(MisuseError, match="0 or more"):
+        store.prune(tmp_path, keep=-1)
+
+
+def test_a_folder_that_holds_something_is_never_taken_over(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(MisuseError, match="not empty"):
+        store.create_run(tmp_path, [])
+    with pytest.raises(MisuseError, match="cannot write"):
+        store.create_run(tmp_path / "mine.txt" / "run", [])
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(MisuseError, match="cannot write"):
+        store.create_run(tmp_path / "run", [])
