@@ -32,7 +32,6 @@ FORMULA_SHARE = 0.01
 """Share of 16-bit elements that may differ from the declared formula before it is flagged."""
 
 AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
-_AITER_ROUNDING = {"software": "truncate", "hardware": "round_once"}
 
 
 def accuracy_cell(cell: Cell, *, device: str = "cpu", run: str | None = None) -> CellResult:
@@ -186,11 +185,10 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     Rows carry evidence ``emulated``; formulas take statistics in float64, so that a card's
     reduction order is not in them.
     """
-    if archs.vendor_of(cell.arch) != "amd":
+    if archs.vendor_of(cell.arch) != "amd" or cell.arch.startswith(("gfx10", "gfx11")):
         return []
-    rounding = _AITER_ROUNDING[archs.arch(cell.arch).bf16_convert]
-    if cell.dtype != "bf16":
-        rounding = "round_once"
+    software = archs.arch(cell.arch).bf16_convert == "software"
+    rounding = "truncate" if software and cell.dtype == "bf16" else "round_once"
     base = _identity(cell, None) | {"evidence": "emulated", "source": AITER_SOURCE}
     small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
     rows = []

@@ -71,8 +71,8 @@ def significance(
     """Judge a score ``a`` (the baseline) against a score ``b``.
 
     Each is an accuracy (a float, 0 to 1) with ``n`` questions, a count of right answers (an int)
-    out of ``n``, or a file of per-question results (CSV or JSONL; see ``read_results``). Two files with
-    the same questions are compared paired, by the exact McNemar test.
+    out of ``n``, or a file of per-question results (CSV or JSONL; see ``read_results``). Two files
+    with the same questions are compared paired, by the exact McNemar test.
 
     Raises:
         MisuseError: no n, a score outside 0 to 1, a count above n, or files that don't match.
