@@ -1,0 +1,137 @@
+"""The ring of buffers a cell is timed on: every slot one call's inputs, weights and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mlakit import inputs
+from mlakit.records import Cell
+
+_ALIGN_BYTES = 256
+"""what torch's own GPU allocator aligns to: no slot may run a slower, unaligned kernel"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One call: ``args`` in a path's order, and the outputs a graph writes (None: fresh ones)."""
+
+    index: int
+    args: tuple
+    out: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def _weight_dtype(cell: Cell) -> torch.dtype:
+    return inputs.TORCH_DTYPES[cell.norm_weight_dtype or cell.dtype]
+
+
+def bytes_moved(cell: Cell, q_out_bytes: int | None = None) -> int:
+    """Bytes one call must move: both parts read once, written once, the weights read once.
+
+    ``q_out_bytes``: bytes of q's output where it is quantised (with its scales).
+    """
+    size = inputs.TORCH_DTYPES[cell.dtype].itemsize
+    read = cell.m * cell.widths.hidden * size + cell.widths.hidden * _weight_dtype(cell).itemsize
+    q_out = cell.m * cell.q_lora_rank * size if q_out_bytes is None else q_out_bytes
+    return read + q_out + cell.m * cell.kv_lora_rank * size
+
+
+def slot_bytes(cell: Cell) -> int:
+    """Memory of one slot, the rope part and the outputs included."""
+    size = inputs.TORCH_DTYPES[cell.dtype].itemsize
+    w, m = cell.widths, cell.m
+    row = w.row_stride if cell.layout == "split" else w.hidden
+    return m * (row + w.hidden) * size + w.hidden * _weight_dtype(cell).itemsize
+
+
+def slots_for(cell: Cell, cache_bytes: int) -> int:
+    """Slots whose traffic is twice the cache; one where the cell is timed hot."""
+    return 1 if cell.cache == "hot" else -(-2 * cache_bytes // bytes_moved(cell))
+
+
+class Ring:
+    """Slots taken in turn by every lane of a cell, so that none finds what another left cached.
+
+    Raises:
+        MisuseError: a layout that ``mlakit.inputs`` does not make.
+    """
+
+    def __init__(self, cell: Cell, device: str, count: int, *, outputs: bool) -> None:
+        self.cell, self.device = cell, device
+        self._cursor = 0
+        w, m, dtype = cell.widths, cell.m, inputs.TORCH_DTYPES[cell.dtype]
+        split = cell.layout == "split"
+        sizes = [m * w.row_stride] if split else [m * w.q_lora_rank, m * w.kv_lora_rank]
+        self._data = [_slab(count, n, dtype, device) for n in sizes]
+        self._weights = [
+            _slab(count, n, _weight_dtype(cell), device) for n in (w.q_lora_rank, w.kv_lora_rank)
+        ]
+        self._out = [
+            _slab(count, m * n, dtype, device) if outputs else None
+            for n in (w.q_lora_rank, w.kv_lora_rank)
+        ]
+        self.fill(cell.seed)
+        self.slots = [self._slot(i) for i in range(count)]
+
+    def fill(self, seed: int) -> None:
+        """New inputs, in place; outputs become NaN. Slots differ by an exact sign and scale."""
+        cell = self.cell
+        made = inputs.make(
+            cell.m,
+            cell.widths,
+            cell.dtype,
+            weight_dtype=cell.norm_weight_dtype or None,
+            layout=cell.layout,
+            eps=cell.eps,
+            seed=seed,
+            device=self.device,
+        )
+        sources = [made.buffer] if len(self._data) == 1 else [made.q, made.k]
+        self._sources = [s.reshape(-1) for s in sources]
+        count = len(self._data[0])
+        generator = torch.Generator().manual_seed(seed)
+        pick = torch.randint(6, (count,), generator=generator)
+        scales = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])[pick]
+        self._scales = scales.to(self._sources[0].dtype).to(self.device)
+        for slab, source in zip(self._data, self._sources, strict=True):
+            part = slab[:, : source.numel()]
+            part.copy_(source)
+            part.mul_(self._scales[:, None])
+        for slab, weight in zip(self._weights, (made.q_weight, made.k_weight), strict=True):
+            slab[:, : weight.numel()] = weight
+        for slab in self._out:
+            if slab is not None:
+                slab.fill_(float("nan"))
+
+    def intact(self, slot: Slot) -> bool:
+        """Whether a slot's inputs, the rope part too, are still the bits that were filled in."""
+        return all(
+            torch.equal(slab[slot.index, : source.numel()], source * self._scales[slot.index])
+            for slab, source in zip(self._data, self._sources, strict=True)
+        )
+
+    def take(self, count: int) -> list[Slot]:
+        """The next ``count`` slots, going round."""
+        n, start = len(self.slots), self._cursor
+        self._cursor = (start + count) % n
+        return [self.slots[(start + i) % n] for i in range(count)]
+
+    def _slot(self, i: int) -> Slot:
+        w, m = self.cell.widths, self.cell.m
+        nq, nk = w.q_lora_rank, w.kv_lora_rank
+        if len(self._data) == 1:
+            rows = self._data[0][i, : m * w.row_stride].view(m, w.row_stride)
+            q, k = rows[:, :nq], rows[:, nq : nq + nk]
+        else:
+            q, k = (s[i, : m * n].view(m, n) for s, n in zip(self._data, (nq, nk), strict=True))
+        qw, kw = (s[i, :n] for s, n in zip(self._weights, (nq, nk), strict=True))
+        out = None
+        if self._out[0] is not None:
+            out = tuple(s[i, : m * n].view(m, n) for s, n in zip(self._out, (nq, nk), strict=True))
+        return Slot(i, (q, qw, self.cell.eps, k, kw, self.cell.eps), out)
+
+
+def _slab(count: int, elements: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    step = _ALIGN_BYTES // dtype.itemsize
+    return torch.empty(count, -(-max(elements, 1) // step) * step, dtype=dtype, device=device)

@@ -1,0 +1,251 @@
+"""The clocks. Each is a *lane*: one path on one cell, whose ``take`` gives one sample in us.
+
+* ``cpu``: wall time of a calibrated number of calls, outputs fresh from the allocator.
+* ``eager``: the same on a GPU, up to the device's end: the host's work is included.
+* ``graph``: replay of a captured graph between two events; no host work.
+* ``kernel``: device time of a call's kernels as the profiler saw them, added up; no gaps.
+
+Two figures from different clocks are never divided by each other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mlakit.timing.buffers import Ring, Slot
+
+MAX_NODES = 1000
+"""nodes in one graph: HIP graphs of tens of thousands crash (meta-pytorch/tritonbench#1034)"""
+WINDOW_US = 500.0
+"""what one sample lasts at least: a thousand times the timers' resolution"""
+MAX_INNER = 2000
+
+
+def plan_inner(estimate_us: float, window_us: float = WINDOW_US) -> int:
+    """Calls per sample for a loop; a zero or NaN estimate counts as a tenth of a microsecond."""
+    estimate = estimate_us if math.isfinite(estimate_us) and estimate_us > 0 else 0.1
+    return max(1, min(MAX_INNER, math.ceil(window_us / estimate)))
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """``calls`` captured over ``slots`` buffers, whole rounds; ``flush``: read the cache out."""
+
+    calls: int
+    slots: int
+    flush: bool
+
+
+def plan_graph(
+    estimate_us: float,
+    window_us: float = WINDOW_US,
+    *,
+    slots_wanted: int = 1,
+    launches: int = 1,
+    max_nodes: int = MAX_NODES,
+) -> GraphPlan:
+    """How many calls a graph holds: enough for the window and for a whole turn of the ring.
+
+    Precision comes from more replays, never from more than ``max_nodes`` nodes. Where a whole
+    turn does not fit, every call still has a slot of its own and the cache is read out before
+    each timed replay. A zero or NaN estimate asks for the whole window at 1 us a call.
+    """
+    cap = max(1, max_nodes // max(1, launches))
+    estimate = estimate_us if math.isfinite(estimate_us) and estimate_us > 0 else 1.0
+    calls = min(cap, max(1, math.ceil(window_us / estimate), slots_wanted))
+    slots = min(calls, slots_wanted)
+    return GraphPlan(calls - calls % slots, slots, flush=slots < slots_wanted)
+
+
+class LoopLane:
+    """``cpu`` and ``eager``: ``inner`` calls in a Python loop, then a wait for the device."""
+
+    def __init__(self, call: Callable, ring: Ring, inner: int, wait: Callable[[], None]) -> None:
+        self.call, self.ring, self.inner, self.wait = call, ring, inner, wait
+        self.host_us: list[float] = []
+        self.seen: list[tuple[Slot, object]] = []
+
+    def take(self) -> float:
+        """Microseconds a call."""
+        call, slots = self.call, self.ring.take(self.inner)
+        batch = [s.args for s in slots]
+        out = None
+        start = time.perf_counter_ns()
+        for args in batch:
+            out = call(*args)
+        issued = time.perf_counter_ns()
+        self.wait()
+        end = time.perf_counter_ns()
+        self.host_us.append((issued - start) / 1e3 / self.inner)
+        self.seen = [(slots[-1], out)]
+        return (end - start) / 1e3 / self.inner
+
+    def poison(self) -> None:
+        """Leave NaN in the memory that the next call's outputs are likely to get."""
+        outs = [o for _, out in self.seen for o in tensors(out)]
+        self.seen = []
+        for tensor in outs:
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor.fill_(float("nan"))
+
+
+class GraphLane:
+    """``graph``: ``plan.calls`` calls captured once, replayed between two events."""
+
+    def __init__(self, call: Callable, ring: Ring, plan: GraphPlan, cache_bytes: int) -> None:
+        self.plan = plan
+        slots = [ring.slots[i % plan.slots] for i in range(plan.calls)]
+        self.graph, outs = capture(call, slots)
+        picks = sorted({0, plan.calls // 2, plan.calls - 1})
+        self.seen = [(slots[i], outs[i]) for i in picks]
+        self.host_us: list[float] = []
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush = (
+            torch.zeros(cache_bytes // 2, dtype=torch.float32, device=ring.device)
+            if plan.flush
+            else None
+        )
+
+    def take(self) -> float:
+        """Microseconds a call. An untimed replay goes first: it keeps the device busy until the
+        timed one is queued, so that no launch gap lies between the events.
+        """
+        self.graph.replay()
+        if self._flush is not None:
+            # Reading, not writing: dirty lines would have to be written back inside the timing.
+            self._flush.sum()
+        self._start.record()
+        self.graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) * 1e3 / self.plan.calls
+
+    def poison(self) -> None:
+        """NaN into every output that is looked at."""
+        for _, out in self.seen:
+            for tensor in tensors(out):
+                if tensor.is_floating_point() and tensor.element_size() > 1:
+                    tensor.fill_(float("nan"))
+
+
+class KernelLane(LoopLane):
+    """``kernel``: the profiler's device time of ``inner`` calls; kernels that overlap add up."""
+
+    kernels: tuple[str, ...] = ()
+    """names of one call's kernels, in order, as last profiled; empty until then"""
+
+    def take(self) -> float:
+        """Microseconds of kernels a call."""
+        slots = self.ring.take(self.inner)
+        out = None
+
+        def run() -> None:
+            nonlocal out
+            for slot in slots:
+                out = self.call(*slot.args)
+
+        kernels = profile(run)
+        self.seen = [(slots[-1], out)]
+        self.kernels = tuple(name for name, _ in kernels[: -(-len(kernels) // self.inner)])
+        return sum(us for _, us in kernels) / self.inner
+
+
+def tensors(out: object) -> list[torch.Tensor]:
+    """Every tensor in what a call returned."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (tuple, list)):
+        return [t for o in out for t in tensors(o)]
+    return [t for t in getattr(out, "__dict__", {}).values() if isinstance(t, torch.Tensor)]
+
+
+def capture(call: Callable, slots: list[Slot]) -> tuple[torch.cuda.CUDAGraph, list]:
+    """A graph of one call a slot, and what each call returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for slot in slots[:2]:
+            call(*slot.args, out=slot.out)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [call(*slot.args, out=slot.out) for slot in slots]
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, outs
+
+
+def profile(run: Callable[[], None]) -> list[tuple[str, float]]:
+    """Kernels that ``run`` launched, in order of their start: (name, microseconds).
+
+    Raises:
+        RuntimeError: the profiler saw no kernel (no permission, or no CUPTI / roctracer here).
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    torch.cuda.synchronize()
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [
+        e
+        for e in profiler.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(e, "is_user_annotation", False)
+    ]
+    if not events:
+        raise RuntimeError("the profiler saw no kernel: it needs CUPTI or roctracer, and leave")
+    events.sort(key=lambda e: e.time_range.start)
+    return [(e.name, e.time_range.elapsed_us()) for e in events]
+
+
+def estimate_us(call: Callable, ring: Ring, *, device: str, graph: bool) -> float:
+    """A first guess at a call's time, after warming up: device time by graph, else wall time."""
+    if graph:
+        slots = [ring.slots[i % len(ring.slots)] for i in range(20)]
+        replayed, _ = capture(call, slots)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replayed.replay()
+        start.record()
+        replayed.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / len(slots)
+    wait = torch.cuda.synchronize if device != "cpu" else _no_wait
+    lane = LoopLane(call, ring, 1, wait)
+    first = lane.take()
+    lane.inner = plan_inner(first, 200.0)
+    return min(lane.take() for _ in range(3))
+
+
+def _no_wait() -> None:
+    return None
+
+
+def make_lane(
+    clock: str, call: Callable, ring: Ring, *, device: str, cache_bytes: int, launches: int = 1
+) -> LoopLane | GraphLane | KernelLane:
+    """The lane of a clock, calibrated. ``call`` takes a path's arguments and ``out``."""
+    on_gpu = device != "cpu"
+    if clock == "graph":
+        guess = estimate_us(call, ring, device=device, graph=True)
+        plan = plan_graph(guess, slots_wanted=_wanted(ring, cache_bytes), launches=launches)
+        return GraphLane(call, ring, plan, cache_bytes)
+    if clock == "kernel":
+        return KernelLane(call, ring, 20, torch.cuda.synchronize)
+    guess = estimate_us(call, ring, device=device, graph=False)
+    wait = torch.cuda.synchronize if on_gpu else _no_wait
+    return LoopLane(call, ring, plan_inner(guess), wait)
+
+
+def _wanted(ring: Ring, cache_bytes: int) -> int:
+    from mlakit.timing.buffers import slots_for
+
+    return slots_for(ring.cell, cache_bytes)

@@ -1,0 +1,174 @@
+"""The controls of a cell: the empty call, the same-traffic copy, and the device's plain copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+
+from mlakit.timing import clock
+from mlakit.timing.buffers import Ring
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+COPY_CONFIGS = tuple((rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 4, 8))
+"""(rows per program, warps) tried for the same-traffic copy; the fastest is the limit"""
+
+if triton is not None:
+
+    @triton.jit
+    def _empty_kernel():
+        return
+
+    @triton.jit
+    def _copy_part(x_ptr, w_ptr, y_ptr, rows, m, x_stride, N: tl.constexpr, CHUNK: tl.constexpr):
+        for start in range(0, N, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
+            inside = columns < N
+            mask = (rows < m)[:, None] & inside[None, :]
+            x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask)
+            w = tl.load(w_ptr + columns, mask=inside)
+            # The weights are part of the traffic; this is the cheapest way to need them.
+            x = tl.where((w == w)[None, :], x, 0.0)
+            tl.store(y_ptr + rows[:, None] * N + columns[None, :], x, mask=mask)
+
+    @triton.jit
+    def _copy_kernel(
+        q_ptr,
+        qw_ptr,
+        k_ptr,
+        kw_ptr,
+        qo_ptr,
+        ko_ptr,
+        m,
+        q_stride,
+        k_stride,
+        NQ: tl.constexpr,
+        NK: tl.constexpr,
+        CQ: tl.constexpr,
+        CK: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        if tl.program_id(1) == 0:
+            _copy_part(k_ptr, kw_ptr, ko_ptr, rows, m, k_stride, NK, CK)
+        else:
+            _copy_part(q_ptr, qw_ptr, qo_ptr, rows, m, q_stride, NQ, CQ)
+
+
+def _chunk(n: int) -> int:
+    return min(4096, triton.next_power_of_2(max(n, 1)))
+
+
+def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, warps=4):
+    """The step's traffic and none of its arithmetic, in one launch. Shapes as a path's call."""
+    q_out, k_out = out or (_fresh(q), _fresh(k))
+    m, nq, nk = k.shape[0], q.shape[1], k.shape[1]
+    grid = (triton.cdiv(m, rows), 2 if nq else 1)
+    _copy_kernel[grid](
+        q,
+        q_weight,
+        k,
+        k_weight,
+        q_out,
+        k_out,
+        m,
+        q.stride(0),
+        k.stride(0),
+        NQ=nq,
+        NK=nk,
+        CQ=_chunk(nq),
+        CK=_chunk(nk),
+        ROWS=rows,
+        num_warps=warps,
+    )
+    return q_out, k_out
+
+
+def copy_torch(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
+    """The same through torch, one copy a part; the weights are not read."""
+    q_out, k_out = out or (_fresh(q), _fresh(k))
+    return q_out.copy_(q), k_out.copy_(k)
+
+
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def empty_python(*args, out=None):
+    """Nothing: what the timing loop and a Python call cost."""
+    return None
+
+
+def empty_triton(*args, out=None):
+    """An empty Triton kernel."""
+    _empty_kernel[(1,)](num_warps=1)
+    return None
+
+
+def floor_call(clock_name: str, device: str) -> Callable:
+    """The least a call can cost under this clock.
+
+    ``eager`` takes torch's smallest launch, a fill of one element, because Triton's launch takes
+    longer on the host than torch's.
+    """
+    if device == "cpu":
+        return empty_python
+    if triton is not None and clock_name != "eager":
+        return empty_triton
+    one = torch.zeros(1, device=device)
+    return lambda *args, out=None: one.zero_()
+
+
+def copy_calls(device: str) -> Iterator[tuple[str, Callable]]:
+    """The candidates for the same-traffic copy: (configuration, call)."""
+    yield "torch", copy_torch
+    if device != "cpu" and triton is not None:
+        for rows, warps in COPY_CONFIGS:
+            yield f"triton rows={rows} warps={warps}", partial(copy_triton, rows=rows, warps=warps)
+
+
+def best_copy(ring: Ring, device: str, *, clock_name: str) -> tuple[str, Callable]:
+    """The fastest candidate here; by device time, except where the host is on the clock."""
+    candidates = dict(copy_calls(device))
+    if len(candidates) == 1:
+        return next(iter(candidates.items()))
+    if clock_name == "eager":
+        guess = partial(clock.estimate_us, ring=ring, device=device, graph=False)
+    else:
+        guess = partial(clock.estimate_us, ring=ring, device=device, graph=True)
+    times = {name: guess(call) for name, call in candidates.items()}
+    best = min(times, key=times.__getitem__)
+    return best, candidates[best]
+
+
+@cache
+def device_copy_gbps(device: str, cache_bytes: int) -> float:
+    """Plain copy bandwidth of the device's memory in GB/s, read plus written, best of ten.
+
+    The buffers are eight times the cache; the best, because it stands for a limit.
+    """
+    size = max(64 * 2**20, 4 * cache_bytes)
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.zeros_like(source)
+    best_s = float("inf")
+    for _ in range(10):
+        if device == "cpu":
+            start = time.perf_counter()
+            target.copy_(source)
+            best_s = min(best_s, time.perf_counter() - start)
+            continue
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        target.copy_(source)
+        start_event.record()
+        target.copy_(source)
+        end_event.record()
+        end_event.synchronize()
+        best_s = min(best_s, start_event.elapsed_time(end_event) / 1e3)
+    return 2 * source.nbytes / best_s / 1e9
