@@ -58,9 +58,11 @@ class Choice:
     reason: str
     launches: int
     fused: bool
+    fallback: bool = False
+    """the policy wanted a fused path and none can run; ``reason`` says why not"""
 
 
-def made(path: str, reason: str, launches: int | None = None) -> Choice:
+def made(path: str, reason: str, launches: int | None = None, *, fallback: bool = False) -> Choice:
     """A choice of a path of the registry or of ``OUTSIDE``, with that path's own launches.
 
     ``launches`` overrides where a release copies first or AITER splits; more than one launch is
@@ -68,7 +70,7 @@ def made(path: str, reason: str, launches: int | None = None) -> Choice:
     """
     known = OUTSIDE[path] if path in OUTSIDE else registry.get(path)
     count = known.launches if launches is None else launches
-    return Choice(path, reason, count, known.fused and count == 1)
+    return Choice(path, reason, count, known.fused and count == 1, fallback)
 
 
 def switch_on(context: Context, name: str) -> bool:

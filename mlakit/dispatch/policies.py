@@ -14,6 +14,11 @@ from mlakit.paths import registry
 
 PREFERRED = ("cpu_fused", "triton_fused", "aiter_fused", "torch_rms_norm", "torch_native")
 """mlakit's first ordering, by measurement where there is one: fused before split, then eager."""
+_FUSED = {
+    "cpu": ("cpu_fused",),
+    "nvidia": ("triton_fused",),
+    "amd": ("triton_fused", "aiter_fused"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,9 @@ def ordered(c: Context) -> Choice:
         if path.fused and not (path.splits_from_m and c.m >= path.splits_from_m):
             return made(path.name, f"one launch for both norms on {c.arch}")
     if able:
-        return made(able[0].name, f"no fused path can run here; the first unfused one on {c.arch}")
+        fused = [p for p in paths if p.fused and p.output == c.quant and p.name in _FUSED[c.vendor]]
+        why = "; ".join(f"{p.name}: {p.supports(c) or 'two launches at this M'}" for p in fused)
+        return made(able[0].name, f"no fused path can run here ({why})", fallback=True)
     return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
 
 

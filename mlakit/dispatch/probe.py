@@ -117,7 +117,8 @@ def aiter_in_use() -> bool:
     return vendor() == "amd" and any(s.on for s in named)
 
 
-def _device_arch(device: str) -> str:
+def device_arch(device: str) -> str:
+    """The base arch of ``cpu``, ``cuda`` or ``cuda:1``; ``cpu`` where that device is not here."""
     if device == "cpu":
         return "cpu"
     found = archs.devices()
@@ -125,7 +126,8 @@ def _device_arch(device: str) -> str:
     return found[index].arch if index < len(found) else "cpu"
 
 
-def _machine_fields() -> dict:
+def machine_fields() -> dict:
+    """The fields of a context that an AMD machine decides: AITER, HIP's version, switches."""
     import torch
 
     hip = torch.version.hip or ""
@@ -147,8 +149,8 @@ def here(device: str = "cpu") -> Context:
 
     A device that is not here gives the CPU's context; ``doctor`` says why.
     """
-    arch = _device_arch(device)
-    fields = _machine_fields() if arch.startswith("gfx") else {}
+    arch = device_arch(device)
+    fields = machine_fields() if arch.startswith("gfx") else {}
     if arch not in archs.known():
         arch = "cpu"
     return Context(arch=arch, packages=packages(), **fields)
@@ -163,8 +165,8 @@ def context_for(cell: Cell, device: str = "cpu") -> Context:
     Raises:
         MisuseError: the cell cannot exist on its arch (MXFP4 on gfx942).
     """
-    is_here = cell.arch == _device_arch(device)
-    fields = _machine_fields() if is_here and cell.arch.startswith("gfx") else {}
+    is_here = cell.arch == device_arch(device)
+    fields = machine_fields() if is_here and cell.arch.startswith("gfx") else {}
     native = None if cell.quant == "none" else archs.fp8_format(cell.arch)
     weight = {"none": cell.dtype, "mxfp4": "mxfp4"}.get(cell.quant, native or cell.dtype)
     return Context(
