@@ -62,5 +62,5 @@ def _is(value: object, kind: type) -> bool:
 
 def _text(kind: type) -> str:
     if get_origin(kind) is list:
-        return f"a list of {_text(get_args(kind)[0]).split(' ')[-1]}s, not empty"
+        return f"a list of {_text(get_args(kind)[0])[2:]}s, not empty"
     return {str: "a text", int: "a whole number"}[kind]

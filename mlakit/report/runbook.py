@@ -254,8 +254,9 @@ def _child(order: dict) -> dict:
         return {"status": "killed", "reason": "the kernel died"}
     except NoSuchKernel as error:
         return {"status": "no kernel", "reason": str(error)}
-    except ModuleNotFoundError as error:
-        return {"status": "no kernel", "reason": f"{error.name} is missing"}
+    except RuntimeError as error:
+        # A cell's own errors come as PapermillExecutionError: this is a kernel that never answered.
+        return {"status": "no kernel", "reason": f"the kernel did not start: {error}"}
     return {"status": "ok", "reason": ""}
 
 

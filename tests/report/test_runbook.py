@@ -1,0 +1,164 @@
+"""A notebook's status is what happened, not what papermill saved."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from mlakit.errors import MisuseError
+from mlakit.report import page, runbook
+
+PARAMETERS = "arch = 'cpu'\nbatches = [1]\n"
+END = "from mlakit.report import show\nshow.end()"
+
+
+def write(folder: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
+    nb = nbformat.v4.new_notebook()
+    for i, source in enumerate((parameters, *cells)):
+        cell = nbformat.v4.new_code_cell(source)
+        if i == 0:
+            cell.metadata["tags"] = ["parameters"]
+        nb.cells.append(cell)
+    path = folder / "small.ipynb"
+    nbformat.write(nb, path)
+    return path
+
+
+def run(folder: Path, *cells: str, **limits) -> runbook.NotebookRun:
+    return runbook.run_notebook(
+        write(folder, *cells), folder / "out.ipynb", {"arch": "cpu"}, **limits
+    )
+
+
+def test_ok_counts_figures(tmp_path):
+    plot = (
+        "from matplotlib.figure import Figure\nfrom mlakit.report import show\n"
+        "show.figure(Figure(), 'an empty figure')"
+    )
+    done = run(tmp_path, plot, END)
+    assert (done.status, done.reason, done.figures) == ("ok", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "limits", "status", "reason"),
+    [
+        (("1 / 0", END), {}, "failed", "ZeroDivisionError"),
+        (("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", END), {}, "killed", "kernel"),
+        (("import time\ntime.sleep(60)", END), {"cell_limit_s": 2}, "timed out", "limit of 2 s"),
+        (("import time\ntime.sleep(60)", END), {"run_limit_s": 6}, "timed out", "limit of 6 s"),
+        (("x = 1",), {}, "incomplete", "end marker"),
+    ],
+)
+def test_status_is_what_happened(tmp_path, cells, limits, status, reason):
+    done = run(tmp_path, *cells, **limits)
+    assert done.status == status
+    assert reason in done.reason
+    if status != "incomplete" and (tmp_path / "out.ipynb").exists():
+        kept = json.loads((tmp_path / "out.ipynb").read_text())["metadata"]["mlakit"]
+        assert (kept["status"], kept["complete"]) == (status, False)
+
+
+def test_no_ipykernel_is_no_kernel(tmp_path, monkeypatch):
+    """The interpreter's own kernel is used; where it cannot start, the run says so."""
+    blocker = tmp_path / "block"
+    blocker.mkdir()
+    (blocker / "ipykernel_launcher.py").write_text("raise SystemExit('no kernel here')")
+    monkeypatch.setenv("PYTHONPATH", str(blocker))
+    done = run(tmp_path, END)
+    assert done.status == "no kernel"
+    assert "did not start" in done.reason
+
+
+def test_nothing_is_left_running(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = (
+        f"import os, time, pathlib\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(120)"
+    )
+    assert run(tmp_path, code, run_limit_s=8).status == "timed out"
+    pid = int(pid_file.read_text())
+    for _ in range(50):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    pytest.fail(f"kernel {pid} still runs")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"batch": [1]}, "did you mean 'batches'"),
+        ({"batches": ["64"]}, "list of whole numbers"),
+        ({"batches": [0]}, "1 or more"),
+        ({"arch": "gfx9500"}, "unknown arch"),
+    ],
+)
+def test_parameters_are_refused_before_a_kernel_starts(tmp_path, given, text):
+    with pytest.raises(MisuseError, match=text):
+        runbook.run_notebook(write(tmp_path, END), tmp_path / "out.ipynb", given)
+    assert not (tmp_path / "out.ipynb").exists()
+
+
+def test_a_notebook_needs_exactly_one_parameters_cell(tmp_path):
+    path = write(tmp_path, END)
+    nb = nbformat.read(path, as_version=4)
+    nb.cells[1].metadata["tags"] = ["parameters"]
+    nbformat.write(nb, path)
+    with pytest.raises(MisuseError, match="2 cells tagged"):
+        runbook.declared_parameters(path)
+
+
+def test_works_without_home_display_and_a_usable_mplbackend(tmp_path):
+    write(tmp_path, "import matplotlib.pyplot as plt\nplt.figure()", END)
+    code = (
+        "from pathlib import Path\nfrom mlakit.report import runbook\n"
+        "f = Path('.')\nd = runbook.run_notebook(f / 'small.ipynb', f / 'out.ipynb', {})\n"
+        "print(d.status, d.reason)"
+    )
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PATH": "/nonexistent", "MPLBACKEND": "module://nonsense", "LANG": "C"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "ok", done.stdout + done.stderr
+
+
+def test_failed_page_has_error_and_configuration_on_top(tmp_path):
+    done = run(tmp_path, "print('\\x1b[31mred\\x1b[0m')\nraise ValueError('widths <b>')", END)
+    text = page.notebook_page(tmp_path / "out.ipynb", done, "footer")
+    top = text[text.index("<main>") : text.index("<main>") + 700]
+    assert "failed" in top
+    assert "ValueError: widths &lt;b&gt;" in top
+    assert "arch=&#x27;cpu&#x27;" in top
+    assert "\x1b" not in text
+
+
+def test_page_exists_where_nothing_was_saved(tmp_path):
+    done = runbook.NotebookRun("02_speed", {"arch": "cpu"}, "no kernel", "no such kernel", 0.1, "")
+    assert "never started" in page.notebook_page(tmp_path / "absent.ipynb", done, "")
+
+
+def test_planted_secrets_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("USER", "maria.planted")
+    home = os.path.expanduser("~")
+    code = (
+        "api_token = 'hf_PLANTEDPLANTED'\n"
+        f"print('{home}/secret/file', api_token, 'password=hunter22')\n"
+        "print('/home/maria.planted/x')\n"
+        "raise RuntimeError('ghp_PLANTEDPLANTEDPLANTED at /home/maria.planted/work')"
+    )
+    done = run(tmp_path, code)
+    saved = (tmp_path / "out.ipynb").read_text()
+    text = page.notebook_page(tmp_path / "out.ipynb", done, "")
+    for artefact in (saved, text, done.reason):
+        for planted in ("PLANTEDPLANTED", "hunter22", "maria.planted", str(tmp_path)):
+            assert planted not in artefact

@@ -1,0 +1,74 @@
+"""Tables escape, figures carry a text alternative, sentences state only what was measured."""
+
+import pandas as pd
+import pytest
+
+from mlakit.errors import MisuseError
+from mlakit.records import TIMING_COLUMNS
+from mlakit.report import chapters, show
+
+
+def test_tables_escape_what_they_print():
+    text = show.table_html(pd.DataFrame({"<i>": ["<script>x</script>"]}), "a & b")
+    assert "<script>" not in text
+    assert "&lt;i&gt;" in text
+    assert "a &amp; b" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (float("nan"), "–"), (pd.NA, "–"), (1.23456, "1.235"), (16384, "16,384")],
+)
+def test_numbers(value, text):
+    assert show.number(value) == text
+
+
+def test_a_figure_needs_a_text_alternative():
+    from matplotlib.figure import Figure
+
+    with pytest.raises(MisuseError, match="text alternative"):
+        show.figure(Figure(), "  ")
+
+
+def timing(*rows: dict) -> pd.DataFrame:
+    base = dict.fromkeys(TIMING_COLUMNS)
+    base |= {"arch": "cpu", "device": "a CPU", "evidence": "measured", "status": "ok"}
+    return pd.DataFrame([base | r for r in rows])
+
+
+def test_no_speedup_is_stated_where_no_fused_path_ran():
+    frame = timing(
+        {"m": 1, "path_requested": "torch_native", "path_ran": "torch_native", "p50_us": 5.0},
+        {
+            "m": 1,
+            "path_requested": "triton_fused",
+            "path_ran": None,
+            "status": "skipped",
+            "reason": "triton is not installed",
+        },
+    )
+    text = " ".join(chapters.speed_verdict(frame, "cpu"))
+    assert "No fused path ran (triton is not installed)" in text
+    assert "times (" not in text
+
+
+def test_an_absent_arch_gets_a_reason_instead_of_a_number():
+    frame = timing(
+        {
+            "arch": "gfx950",
+            "m": 1,
+            "path_requested": "torch_native",
+            "status": "skipped",
+            "reason": "gfx950 is not on this machine (here: cpu)",
+        }
+    )
+    assert chapters.speed_verdict(frame, "gfx950") == [
+        "No time is stated for gfx950: gfx950 is not on this machine (here: cpu)."
+    ]
+
+
+def test_published_figures_match_the_arch_whole():
+    assert chapters.published("gfx950")["source_url"].str.startswith("http").all()
+    assert len(chapters.published("gfx950"))
+    assert chapters.published("cpu").empty
+    assert chapters.published("gfx95" + "9").empty

@@ -1,0 +1,112 @@
+"""The command line: a user's mistake is one line and exit code 2, never a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def mlakit(*arguments, cwd=None, user=None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mlakit.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        user=user,
+        timeout=180,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sweep", "--model", "DeepSek-V3"], "did you mean 'DeepSeek-V3'"),
+        (["sweep", "--arch", "gfx9500"], "unknown arch"),
+        (["sweep", "--arch", "gfx9-4-generic"], "generic compile target"),
+        (["sweep", "--dtype", "bf61"], "did you mean 'bf16'"),
+        (["sweep", "--path", "triton_fussed"], "did you mean 'triton_fused'"),
+        (["sweep", "--batch", "0"], "1 or more"),
+        (["sweep", "--batch", "1.5"], "whole number"),
+        (["sweep", "--batch", "-3"], "whole number"),
+        (["sweep", "--hidden", "1536"], "unknown model"),
+        (["sweep", "--preset", "qknorm"], "did you mean 'qk-norm'"),
+        (["sweep", "--budget-s", "nan"], "budget_s"),
+        (["sweep", "--resume", "nowhere"], "no run at nowhere"),
+        (["sweep", "--spec", "nowhere.toml"], "nowhere.toml"),
+        (["report", "--model", "DeepSek"], "unknown model"),
+        (["report", "--batch", "many"], "whole number"),
+        (["report", "--notebook", "02_sped"], "did you mean '02_speed'"),
+        (["report", "--policy", "sglang_tody"], "sglang_today"),
+        (["explain", "--policy", "nobody"], "unknown policy"),
+        (["explain", "--arch", "gfx942", "--quant", "mxfp4"], "no MXFP4"),
+        (["explain", "--aiter"], "--arch"),
+        (["paths", "--arch", "h100"], "unknown arch"),
+        (["nosuch"], "No such command"),
+        (["sweep", "--nosuch"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, arguments, says):
+    done = mlakit(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert says in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_folder_is_one_line(tmp_path):
+    target = tmp_path / "closed"
+    target.write_text("a file where a folder is wanted")
+    done = mlakit("sweep", "--batch", "1", "--out", str(target / "runs"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_folder_of_somebody_else_is_one_line(tmp_path):
+    """As nobody, in a folder that nobody may not write; the checkout is read-only to them too."""
+    tmp_path.chmod(0o755)
+    probe = subprocess.run([sys.executable, "-c", "import mlakit"], user=65534, check=False)
+    if probe.returncode:
+        pytest.skip("this interpreter's folder is closed to other users")
+    done = mlakit("sweep", "--batch", "1", "--out", str(tmp_path / "runs"), user=65534)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_every_command_has_help_with_an_example():
+    listed = mlakit("--help")
+    assert listed.returncode == 0
+    for command in ("doctor", "paths", "explain", "sweep", "report"):
+        assert command in listed.stdout
+        text = mlakit(command, "--help").stdout
+        assert f"Example: mlakit {command}" in text
+
+
+def test_the_bug_of_the_story_can_be_seen():
+    asked = ["explain", "--arch", "gfx950", "--aiter", "--json", "--policy"]
+    before = json.loads(mlakit(*asked, "sglang_before_fix").stdout)
+    after = json.loads(mlakit(*asked, "sglang_after_fix").stdout)
+    assert before["path"] == "torch_native"
+    assert after["path"] == "aiter_fused"
+
+
+def test_output_that_is_no_terminal_is_plain_lines():
+    done = mlakit("paths")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stdout.splitlines()[0].split("\t")[0] == "path"
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m mlakit.cli paths | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
