@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "Context": "mlakit.context",
-    "Widths": "mlakit.shapes",
-    "audit": "mlakit.drift.audit",
-    "explain": "mlakit.dispatch.explain",
-    "fingerprint": "mlakit.drift.fingerprint",
-    "last_call": "mlakit.dispatch.call",
-    "make_inputs": "mlakit.inputs",
-    "parse_hidden": "mlakit.shapes",
-    "qk_rmsnorm": "mlakit.dispatch.call",
-    "read_rows": "mlakit.sweep.store",
-    "significance": "mlakit.drift.evals",
-    "sweep": "mlakit.sweep.run",
+    "Context": ("mlakit.context", "Context"),
+    "Widths": ("mlakit.shapes", "Widths"),
+    "audit": ("mlakit.drift.audit", "audit"),
+    "explain": ("mlakit.dispatch.explain", "explain"),
+    "fingerprint": ("mlakit.drift.fingerprint", "fingerprint"),
+    "last_call": ("mlakit.dispatch.call", "last_call"),
+    "make_inputs": ("mlakit.inputs", "make"),
+    "measure": ("mlakit.sweep.run", "sweep"),
+    "parse_hidden": ("mlakit.shapes", "parse_hidden"),
+    "qk_rmsnorm": ("mlakit.dispatch.call", "qk_rmsnorm"),
+    "read_rows": ("mlakit.sweep.store", "read_rows"),
+    "significance": ("mlakit.drift.evals", "significance"),
 }
+"""name -> where it lives; ``measure`` is not called ``sweep``, which is a package of mlakit."""
+
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
@@ -35,18 +37,18 @@ if TYPE_CHECKING:
     from mlakit.drift.audit import audit as audit
     from mlakit.drift.evals import significance as significance
     from mlakit.drift.fingerprint import fingerprint as fingerprint
-    from mlakit.inputs import make as make_inputs
+    from mlakit.inputs import make as make_inputs  # noqa: F401
     from mlakit.shapes import Widths as Widths
     from mlakit.shapes import parse_hidden as parse_hidden
-    from mlakit.sweep.run import sweep as sweep
+    from mlakit.sweep.run import sweep as measure  # noqa: F401
     from mlakit.sweep.store import read_rows as read_rows
 
 
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'mlakit' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    return getattr(module, "make" if name == "make_inputs" else name)
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
