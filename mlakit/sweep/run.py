@@ -19,7 +19,17 @@ from pathlib import Path
 from mlakit.errors import ExitCode, MisuseError, unknown
 from mlakit.records import STATUSES, Cell
 from mlakit.sweep import grid, store
-from mlakit.sweep.worker import FUNCTIONS, Worker, WorkerLostError, write_fault
+from mlakit.sweep.worker import (
+    FUNCTIONS,
+    WarmDevice,
+    Worker,
+    absent,
+    devices_of,
+    difference,
+    here,
+    write_fault,
+)
+from mlakit.timing.guard import LockedError
 
 TIME_LIMIT_S = 300.0
 Job = tuple[str, Cell]
@@ -76,22 +86,6 @@ class SweepSummary:
         )
 
 
-# ---- environments
-
-
-def difference(old: dict, new: dict) -> str | None:
-    """In words, what differs between two environments; None where figures may be compared."""
-    found = [
-        f"{name} {old.get(name)} there, {new.get(name)} here"
-        for name in ("torch", "triton", "mlakit", "git_sha", "driver", "cpu")
-        if old.get(name) != new.get(name)
-    ]
-    cards = [sorted({g["name"] for g in e.get("gpus", [])}) for e in (old, new)]
-    if cards[0] != cards[1]:
-        found.append("GPUs {} there, {} here".format(*(", ".join(c) or "none" for c in cards)))
-    return "; ".join(found) or None
-
-
 def settle_environment(run: store.Run, env: dict, force: bool) -> None:
     """Record the environment of a new run; hold that of a resumed one against what was recorded.
 
@@ -109,16 +103,6 @@ def settle_environment(run: store.Run, env: dict, force: bool) -> None:
         run.save(environment=env, other_environments=[*run.record["other_environments"], known])
     elif not known:
         run.save(environment=env, other_environments=[])
-
-
-def here(env: dict) -> tuple[str, ...]:
-    """The archs of an environment, GPUs first; ``cpu`` is always the last."""
-    return (*dict.fromkeys(g["arch"] for g in env["gpus"]), "cpu")
-
-
-def absent(arch: str, env: dict) -> str:
-    """The reason of a row whose arch is not here."""
-    return f"{arch} is not on this machine (here: {', '.join(here(env))})"
 
 
 # ---- a run's jobs
@@ -180,40 +164,6 @@ def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], 
     return missing, len(jobs)
 
 
-class _Device:
-    """One device's warm worker: started when needed, replaced after a fault."""
-
-    def __init__(self, name: str, log: Path, worker: Worker | None = None) -> None:
-        self.name, self._log, self._worker = name, log, worker
-
-    def measure(self, run_dir: Path, job: Job, env: dict, function: str, limit_s: float) -> dict:
-        """Measure one cell, or write the row that says why it could not be."""
-        kind, cell = job
-        try:
-            self._worker = self._worker or Worker(self._log)
-            reply = self._worker.measure(
-                cell,
-                kind=kind,
-                device=self.name,
-                run_dir=run_dir,
-                function=function,
-                limit_s=limit_s,
-            )
-        except WorkerLostError as lost:
-            self.stop()
-            if store.is_done(run_dir, kind, cell.id):
-                return {"statuses": []}
-            return {"statuses": write_fault(run_dir, kind, cell, env, lost.status, str(lost))}
-        if reply.get("recycle"):
-            self.stop()
-        return reply
-
-    def stop(self) -> None:
-        if self._worker:
-            self._worker.stop()
-        self._worker = None
-
-
 def run_sweep(
     cells: Sequence[Cell] | None,
     out_dir: str | Path,
@@ -247,6 +197,7 @@ def run_sweep(
 
     Raises:
         MisuseError: the folder, the run in it or its environment does not allow this.
+        LockedError: another timing run kept the device; what was measured is kept.
         KeyboardInterrupt: interrupted; the run is marked so and can be resumed.
     """
     begun = time.perf_counter()
@@ -257,25 +208,18 @@ def run_sweep(
             raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
         run = open_sweep(cells, run_dir, measure, resume, spec=spec, time_limit_s=time_limit_s)
         missing, total = missing_jobs(run, retry)
-        tally = _Tally(SweepSummary(run.id, str(run_dir), total), progress)
-        tally.summary.done = tally.summary.reused = total - len(missing)
+        known = total - len(missing)
+        summary = SweepSummary(run.id, str(run_dir), total, done=known, reused=known)
         if missing:
             worker = worker or Worker(run_dir / "worker.log")
             settle_environment(run, worker.environment, force)
-            _measure_all(
-                run,
-                missing,
-                every_device,
-                time_limit_s,
-                FUNCTIONS | (functions or {}),
-                worker,
-                tally,
-            )
-        return _finish(run, tally.summary, begun)
+            every = FUNCTIONS | (functions or {})
+            at_work = _AtWork(run_dir, worker.environment, every, time_limit_s, summary, progress)
+            at_work.measure(missing, worker, every_device)
+        return finish(run, summary, begun)
     except BaseException as error:
         if run:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            run.save(status="interrupted" if interrupted else "failed", ended_at=store.now())
+            run.save(status=status_of(error), ended_at=store.now())
         raise
     finally:
         if worker:
@@ -284,7 +228,15 @@ def run_sweep(
             run.close()
 
 
-def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
+def status_of(error: BaseException) -> str:
+    """The status of a run that an exception ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "incomplete" if isinstance(error, LockedError) else "failed"
+
+
+def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
+    """Count the run's rows, and close its record."""
     summary.wall_s = round(time.perf_counter() - begun, 3)
     kinds = [store.read_rows(run.path, kind) for kind in run.record["measure"]]
     summary.statuses = dict(sum((Counter(rows.status) for rows in kinds), Counter()))
@@ -297,88 +249,78 @@ def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary
 
 
 @dataclass
-class _Tally:
-    """The summary as it grows, from several threads."""
+class _AtWork:
+    """The devices at work on a run's missing jobs, and the summary as it grows."""
 
+    run_dir: Path
+    env: dict
+    functions: dict[str, str]
+    limit_s: float
     summary: SweepSummary
     progress: Progress | None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, cell: Cell, reply: dict) -> None:
-        with self._lock:
-            s = self.summary
-            s.done += 1
-            s.measuring_s += reply.get("measure_s", 0.0)
-            if self.progress:
-                counts = Counter(reply["statuses"])
-                words = ", ".join(f"{n} {status}" for status, n in counts.items())
-                self.progress(s.done, s.jobs, cell, words)
+    def measure(self, jobs: list[Job], worker: Worker, every_device: bool) -> None:
+        """Arch by arch: skip what is not here, measure the rest on its first device or on all."""
+        log = self.run_dir / "worker.log"
+        spare: list[Worker] = [worker]
+        for arch in dict.fromkeys(cell.arch for _, cell in jobs):
+            waiting = [job for job in jobs if job[1].arch == arch]
+            names = devices_of(arch, self.env)
+            if not names:
+                self._skip(waiting, absent(arch, self.env))
+                continue
+            names = names[: len(waiting)] if every_device else names[:1]
+            devices = [WarmDevice(n, log, spare.pop() if spare else None) for n in names]
+            self.summary.workers = max(self.summary.workers, len(devices))
+            self._share_out(waiting, devices)
+
+    def _skip(self, jobs: list[Job], reason: str) -> None:
+        for kind, cell in jobs:
+            statuses = write_fault(self.run_dir, kind, cell, self.env, "skipped", reason)
+            count_in(self.summary, self.progress, cell, {"statuses": statuses})
+
+    def _share_out(self, jobs: list[Job], devices: list[WarmDevice]) -> None:
+        """Let each device take the next job until none is left."""
+        queue = iter(jobs)
+        errors: list[BaseException] = []
+
+        def work(device: WarmDevice) -> None:
+            try:
+                while not errors:
+                    with self._lock:
+                        job = next(queue, None)
+                    if job is None:
+                        return
+                    kind, cell = job
+                    reply = device.measure(
+                        self.run_dir, kind, cell, self.env, self.functions[kind], self.limit_s
+                    )
+                    with self._lock:
+                        count_in(self.summary, self.progress, cell, reply)
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                device.stop()
+
+        threads = [threading.Thread(target=work, args=(d,)) for d in devices[1:]]
+        for thread in threads:
+            thread.start()
+        work(devices[0])
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
 
-def _measure_all(
-    run: store.Run,
-    jobs: list[Job],
-    every_device: bool,
-    limit_s: float,
-    functions: dict[str, str],
-    worker: Worker,
-    tally: _Tally,
-) -> None:
-    """Arch by arch: skip what is not here, measure the rest on its first device or on all."""
-    env = worker.environment
-    log = run.path / "worker.log"
-    spare: list[Worker] = [worker]
-    for arch in dict.fromkeys(cell.arch for _, cell in jobs):
-        waiting = [job for job in jobs if job[1].arch == arch]
-        if arch not in here(env):
-            for kind, cell in waiting:
-                reason = absent(arch, env)
-                statuses = write_fault(run.path, kind, cell, env, "skipped", reason)
-                tally.add(cell, {"statuses": statuses})
-            continue
-        names = [f"cuda:{g['index']}" for g in env["gpus"] if g["arch"] == arch] or ["cpu"]
-        names = names[: len(waiting)] if every_device else names[:1]
-        devices = [_Device(n, log, spare.pop() if spare else None) for n in names]
-        tally.summary.workers = max(tally.summary.workers, len(devices))
-        _share_out(run.path, waiting, devices, env, functions, limit_s, tally)
-
-
-def _share_out(
-    run_dir: Path,
-    jobs: list[Job],
-    devices: list[_Device],
-    env: dict,
-    functions: dict[str, str],
-    limit_s: float,
-    tally: _Tally,
-) -> None:
-    """Let each device take the next job until none is left."""
-    queue = iter(jobs)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def work(device: _Device) -> None:
-        try:
-            while not errors:
-                with lock:
-                    job = next(queue, None)
-                if job is None:
-                    return
-                reply = device.measure(run_dir, job, env, functions[job[0]], limit_s)
-                tally.add(job[1], reply)
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            device.stop()
-
-    threads = [threading.Thread(target=work, args=(d,)) for d in devices[1:]]
-    for thread in threads:
-        thread.start()
-    work(devices[0])
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply: dict) -> None:
+    """Add a job's reply to the summary, and tell of it."""
+    summary.done += 1
+    summary.measuring_s += reply.get("measure_s", 0.0)
+    if progress:
+        counts = Counter(reply["statuses"]).items()
+        words = ", ".join(f"{n} {status}" for status, n in counts)
+        progress(summary.done, summary.jobs, cell, words)
 
 
 # ---- for a notebook and for a bare machine
@@ -477,8 +419,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MisuseError as error:
         print(error, file=sys.stderr)
         return ExitCode.MISUSE
-    except KeyboardInterrupt:
-        print("interrupted: what was measured is kept; --resume goes on", file=sys.stderr)
+    except (KeyboardInterrupt, LockedError) as error:
+        why = str(error) or "interrupted"
+        print(f"{why}; what was measured is kept, --resume goes on", file=sys.stderr)
         return ExitCode.INCOMPLETE
     print(summary)
     print(summary.run_dir)

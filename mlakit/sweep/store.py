@@ -164,7 +164,7 @@ def _part_files(folder: Path, kind: str) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise MisuseError(f"no run at {folder}: name a run's folder, a folder of runs, or a file")
-    runs = [folder] if (folder / FOLDERS[kind]).is_dir() else sorted(folder.iterdir())
+    runs = [folder] if (folder / "run.json").exists() else [folder, *sorted(folder.iterdir())]
     return [p for run in runs for p in sorted((run / FOLDERS[kind]).glob("*.parquet"))]
 
 

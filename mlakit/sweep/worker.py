@@ -21,17 +21,23 @@ import sys
 import time
 from pathlib import Path
 
-from mlakit import __version__
 from mlakit.archs import devices, vendor_of
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult
 from mlakit.shapes import model
-from mlakit.sweep.store import now, write_part
+from mlakit.sweep.store import is_done, now, write_part
+from mlakit.timing import guard
 
 FUNCTIONS = {
     "timing": "mlakit.timing.measure:measure_cell",
     "accuracy": "mlakit.drift.accuracy:accuracy_cell",
 }
-"""What measures a cell: ``function(cell, *, device, run) -> CellResult``."""
+"""What measures a cell: ``function(cell, *, device, run) -> CellResult``.
+
+``run`` holds the columns that only the sweep knows: ``run_id`` and ``hidden_size``.
+"""
+
+LOCK_WAIT_S = 600.0
+"""the most seconds that a cell waits for another timing run to leave its device"""
 
 _START_S = 120.0  # importing torch from a cold disk has taken over a minute
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,30 +47,6 @@ _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # ---- what both ends write
 
 
-def environment() -> dict:
-    """This machine's software and devices, as ``run.json`` keeps them; no host, no user."""
-    import torch
-
-    try:
-        triton = importlib.import_module("triton").__version__
-    except ImportError:
-        triton = None
-    gpus = [
-        {"index": d.index, "name": d.name, "arch": d.arch, "arch_raw": d.arch_raw}
-        for d in devices()
-    ]
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "mlakit": __version__,
-        "git_sha": _git_sha(),
-        "driver": _driver(gpus),
-        "cpu": _cpu_name(),
-        "gpus": gpus,
-    }
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -72,49 +54,58 @@ def _read(path: str) -> str:
         return ""
 
 
-def _cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found.group(1).strip() if found else platform.machine()
+def environment() -> dict:
+    """Python's version, and by device (``cpu``, ``cuda:0``) what its rows are identified by."""
+    names = [*(f"cuda:{d.index}" for d in devices()), "cpu"]
+    return {
+        "python": platform.python_version(),
+        "devices": {name: guard.environment(name) for name in names},
+    }
 
 
-def _driver(gpus: list[dict]) -> str | None:
-    if not gpus:
-        return None
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version"))
-    return found.group(1) if found else _read("/sys/module/amdgpu/version").strip() or None
+def here(env: dict) -> tuple[str, ...]:
+    """The archs of an environment, GPUs first; ``cpu`` is always the last."""
+    return tuple(dict.fromkeys(d["arch"] for d in env["devices"].values()))
 
 
-def _git_sha() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():  # installed; a repository further up is someone else's
-        return None
-    try:
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+def devices_of(arch: str, env: dict) -> list[str]:
+    """torch's names of the devices of an arch, in order."""
+    return [name for name, d in env["devices"].items() if d["arch"] == arch]
+
+
+def absent(arch: str, env: dict) -> str:
+    """The reason of a row whose arch is not here."""
+    return f"{arch} is not on this machine (here: {', '.join(here(env))})"
+
+
+def difference(old: dict, new: dict) -> str | None:
+    """In words, what differs between two environments; None where figures may be compared."""
+
+    def seen(env: dict, name: str) -> str:
+        return ", ".join(sorted({str(d[name]) for d in env["devices"].values() if d[name]}))
+
+    found = [
+        f"{name} {seen(old, name) or 'none'} there, {seen(new, name) or 'none'} here"
+        for name in ("device", "driver", "torch", "triton", "mlakit", "git_sha")
+        if seen(old, name) != seen(new, name)
+    ]
+    return "; ".join(found) or None
 
 
 def identity(cell: Cell, run: str, env: dict) -> dict:
     """The identity columns of a cell's rows, where the measuring function left them out."""
-    gpu = next((g for g in env["gpus"] if g["arch"] == cell.arch), None)
+    found = env["devices"][next(iter(devices_of(cell.arch, env)), "cpu")]
+    if found["arch"] != cell.arch:
+        unknown = {"device": None, "vendor": vendor_of(cell.arch), "driver": None}
+        found = found | unknown | {"arch": cell.arch, "arch_raw": cell.arch}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run,
         "cell_id": cell.id,
         "started_at": now(),
         "evidence": "measured",
-        "device": env["cpu"] if cell.arch == "cpu" else gpu and gpu["name"],
-        "vendor": vendor_of(cell.arch),
-        "arch": cell.arch,
-        "arch_raw": gpu["arch_raw"] if gpu else cell.arch,
-        "driver": env["driver"] if gpu else None,
-        "torch": env["torch"],
-        "triton": env["triton"],
-        "mlakit": env["mlakit"],
-        "git_sha": env["git_sha"],
-        "model": cell.model or None,
+        **{name: value for name, value in found.items() if name != "uuid"},
+        "model": cell.model,
         "hidden_size": model(cell.model).hidden_size if cell.model else None,
         "q_lora_rank": cell.q_lora_rank,
         "kv_lora_rank": cell.kv_lora_rank,
@@ -201,9 +192,10 @@ def _measure(request: dict, env: dict) -> dict:
     begun = time.perf_counter()
     try:
         function = getattr(importlib.import_module(module), name)
-        result: CellResult = function(cell, device=device, run=run)
-        measured = time.perf_counter() - begun
         base = identity(cell, run, env)
+        known = {"run_id": run, "hidden_size": base["hidden_size"]}
+        result: CellResult = function(cell, device=device, run=known)
+        measured = time.perf_counter() - begun
         rows = [base | {k: v for k, v in row.items() if v is not None} for row in result.rows]
         if kind == "accuracy":
             rows = [{"share_correct": None} | row for row in rows]
@@ -245,7 +237,19 @@ def main() -> None:
 
     reply({"environment": env})
     for line in sys.stdin:
-        reply(_measure(json.loads(line), env))
+        request = json.loads(line)
+        timed = request["kind"] == "timing"
+        try:
+            with (
+                guard.device_lock(request["device"], wait_s=LOCK_WAIT_S)
+                if timed
+                else contextlib.nullcontext()
+            ):
+                reply({"begun": True})
+                answer = _measure(request, env)
+        except guard.LockedError as error:
+            answer = {"locked": str(error)}
+        reply(answer)
 
 
 # ---- the parent's handle
@@ -292,7 +296,10 @@ class Worker:
     ) -> dict:
         """Have one cell measured and its part written; the worker's reply.
 
+        ``limit_s`` counts from when the device is this worker's.
+
         Raises:
+            LockedError: another timing run held the device for ``LOCK_WAIT_S``.
             WorkerLostError: past ``limit_s`` (the worker's process group is killed) or crashed.
         """
         request = {"cell": cell.to_json(), "kind": kind, "device": device, "function": function}
@@ -300,6 +307,9 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
+        begun = self._answer(LOCK_WAIT_S + _START_S)
+        if "locked" in begun:
+            raise guard.LockedError(begun["locked"])
         return self._answer(limit_s)
 
     def _answer(self, limit_s: float) -> dict:
@@ -340,6 +350,43 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
+
+
+class WarmDevice:
+    """One device's worker: started when first needed, replaced after a fault."""
+
+    def __init__(self, name: str, log: Path | None = None, worker: Worker | None = None) -> None:
+        self.name, self._log, self._worker = name, log, worker
+
+    def measure(
+        self, run_dir: Path, kind: str, cell: Cell, env: dict, function: str, limit_s: float
+    ) -> dict:
+        """Measure one cell, or write the row that says why it could not be; the reply."""
+        try:
+            self._worker = self._worker or Worker(self._log)
+            reply = self._worker.measure(
+                cell,
+                kind=kind,
+                device=self.name,
+                run_dir=run_dir,
+                function=function,
+                limit_s=limit_s,
+            )
+        except WorkerLostError as lost:
+            self.stop()
+            # it may have died after its part was whole
+            if is_done(run_dir, kind, cell.id):
+                return {"statuses": []}
+            return {"statuses": write_fault(run_dir, kind, cell, env, lost.status, str(lost))}
+        if reply.get("recycle"):
+            self.stop()
+        return reply
+
+    def stop(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker:
+            self._worker.stop()
+        self._worker = None
 
 
 def _oom_kills() -> int:

@@ -20,4 +20,6 @@ def doubles_log(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
     # a commit made while the tests run would be another environment
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-repository"))
+    # and a timing run elsewhere on this machine is none of theirs
+    monkeypatch.setenv("MLAKIT_LOCK_DIR", str(tmp_path))
     return log

@@ -17,8 +17,8 @@ from mlakit.errors import ExitCode, MisuseError
 from mlakit.sweep import run as run_module
 from mlakit.sweep import store
 from mlakit.sweep.grid import expand
-from mlakit.sweep.run import SweepSummary, difference, run_sweep
-from mlakit.sweep.worker import needed_bytes, plain_reason
+from mlakit.sweep.run import SweepSummary, run_sweep
+from mlakit.sweep.worker import difference, needed_bytes, plain_reason
 
 MEASURE = {"timing": "doubles:measure", "accuracy": "doubles:accuracy"}
 FAULTS = (1001, 1002, 1003, 1004, 1005, 1006)
@@ -108,6 +108,7 @@ def test_a_killed_driver_resumes_with_what_is_missing(tmp_path, doubles_log):
     driver = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
     deadline = time.monotonic() + 40
     while len(list((run_dir / "parts").glob("*.parquet"))) < 2:
+        assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(MisuseError, match=f"in use by process {driver.pid}"):
@@ -153,7 +154,7 @@ def test_another_environment_is_refused_unless_forced(tmp_path, doubles_log):
     run_dir = tmp_path / "run"
     run_sweep(cells_of(1, 2), run_dir, functions=MEASURE)
     record = json.loads((run_dir / "run.json").read_text())
-    record["environment"]["torch"] = "1.0"
+    record["environment"]["devices"]["cpu"]["torch"] = "1.0"
     (run_dir / "run.json").write_text(json.dumps(record))
     next((run_dir / "parts").glob("*.parquet")).write_bytes(b"PAR1 cut off")
     with (
@@ -164,7 +165,7 @@ def test_another_environment_is_refused_unless_forced(tmp_path, doubles_log):
     assert "\n" not in str(refused.value)
     summary = run_sweep(None, run_dir, functions=MEASURE, force=True)
     assert (summary.reused, summary.done) == (1, 2)
-    assert store.show_run(run_dir)["other_environments"][0]["torch"] == "1.0"
+    assert store.show_run(run_dir)["other_environments"][0]["devices"]["cpu"]["torch"] == "1.0"
 
 
 def test_failed_cells_are_measured_again_on_request(tmp_path, doubles_log):
@@ -212,11 +213,15 @@ def test_exit_codes(statuses, done, code):
 
 
 def test_difference_names_what_differs():
-    a = {"torch": "2.11", "gpus": [{"name": "NVIDIA H200", "arch": "sm_90"}]}
-    b = {"torch": "2.13", "gpus": []}
-    assert difference(a, a) is None
-    expected = "torch 2.11 there, 2.13 here; GPUs NVIDIA H200 there, none here"
-    assert difference(a, b) == expected
+    def machine(torch, *gpus):
+        names = {"cpu": "EPYC"} | {f"cuda:{i}": g for i, g in enumerate(gpus)}
+        versions = {"driver": None, "torch": torch, "triton": "3", "mlakit": "1", "git_sha": "a"}
+        return {"devices": {k: {"device": v} | versions for k, v in names.items()}}
+
+    h200 = machine("2.11", "NVIDIA H200")
+    assert difference(h200, machine("2.11", "NVIDIA H200", "NVIDIA H200")) is None
+    expected = "device EPYC, NVIDIA H200 there, EPYC here; torch 2.11 there, 2.13 here"
+    assert difference(h200, machine("2.13")) == expected
 
 
 def test_reasons_keep_no_folders():

@@ -1,0 +1,255 @@
+"""The same sweep on every device of this machine, or of many through dask.distributed.
+
+A dask worker stands for one device: it offers one unit of a resource named after the device's arch
+(``sm_90``, ``gfx950``, ``cpu``), and a cell takes that unit, so timing is exclusive. The cell runs
+in the dask worker's own warm child process, which writes its part to the run's folder; nothing but
+the cell's id and statuses goes through the scheduler. All paths of a cell run in that one process,
+so two paths are only ever compared on the same device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlakit.archs import vendor_of
+from mlakit.errors import MisuseError
+from mlakit.records import Cell
+from mlakit.sweep import store
+from mlakit.sweep.run import (
+    TIME_LIMIT_S,
+    Progress,
+    SweepSummary,
+    count_in,
+    finish,
+    missing_jobs,
+    open_sweep,
+    run_sweep,
+    settle_environment,
+    status_of,
+)
+from mlakit.sweep.worker import FUNCTIONS, WarmDevice, Worker, devices_of, difference, write_fault
+
+_START_S = 120.0
+
+
+def local(cells: Sequence[Cell] | None, out_dir: str | Path, **options) -> SweepSummary:
+    """``run_sweep`` on all devices of this machine, one worker each."""
+    return run_sweep(cells, out_dir, every_device=True, **options)
+
+
+def local_cluster(archs: Sequence[str] | None = None):
+    """A dask cluster on this machine, one worker a device; close it when done.
+
+    Args:
+        archs: the arch that each worker offers; by default one worker for each device here.
+
+    Raises:
+        MisuseError: dask.distributed is not installed.
+    """
+    distributed = _distributed()
+    if archs is None:
+        probe = Worker()
+        probe.stop()
+        archs = [d["arch"] for d in probe.environment["devices"].values()]
+    workers, seen = {}, {}
+    for number, arch in enumerate(archs):
+        index = seen[arch] = seen.get(arch, -1) + 1
+        shown = "HIP_VISIBLE_DEVICES" if vendor_of(arch) == "amd" else "CUDA_VISIBLE_DEVICES"
+        options = {"nthreads": 1, "resources": {arch: 1}, "dashboard_address": None}
+        options["env"] = {} if arch == "cpu" else {shown: str(index)}
+        workers[number] = {"cls": distributed.Nanny, "options": options}
+    scheduler = {
+        "cls": distributed.Scheduler,
+        "options": {"host": "127.0.0.1", "port": 0, "dashboard": False},
+    }
+    return distributed.SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50)
+
+
+def _distributed():
+    try:
+        import distributed
+    except ImportError:
+        raise MisuseError(
+            "dask.distributed is not here: pip install 'mlakit[dask]', or sweep without dask"
+        ) from None
+    return distributed
+
+
+def over_dask(
+    cells: Sequence[Cell] | None,
+    out_dir: str | Path,
+    *,
+    scheduler: str | None = None,
+    measure: Sequence[str] = ("timing",),
+    resume: bool = True,
+    force: bool = False,
+    retry: Sequence[str] = (),
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Progress | None = None,
+    spec: dict | None = None,
+    functions: dict[str, str] | None = None,
+) -> SweepSummary:
+    """``run_sweep`` on the workers of a dask scheduler; ``out_dir`` is storage that all share.
+
+    Args:
+        scheduler: the scheduler's address; by default a cluster of this machine's devices.
+        cells, out_dir, measure, resume, force, retry, time_limit_s, progress, spec, functions: as
+            ``run_sweep`` has them.
+
+    Raises:
+        MisuseError: as ``run_sweep``; no dask; no worker that offers an arch; or workers of one
+            arch whose environments differ.
+    """
+    begun = time.perf_counter()
+    distributed = _distributed()
+    run_dir = Path(out_dir).absolute()
+    cluster = run = None
+    try:
+        cluster = local_cluster() if scheduler is None else None
+        with distributed.Client(scheduler or cluster, timeout=20, set_as_default=False) as client:
+            env = _cluster_environment(client)
+            run = open_sweep(cells, run_dir, measure, resume, spec=spec, time_limit_s=time_limit_s)
+            settle_environment(run, env, force)
+            missing, total = missing_jobs(run, retry)
+            known = total - len(missing)
+            summary = SweepSummary(run.id, str(out_dir), total, done=known, reused=known)
+            summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
+            every = FUNCTIONS | (functions or {})
+            futures = {}
+            for kind, cell in missing:
+                if not devices_of(cell.arch, env):
+                    offered = ", ".join(sorted({d["arch"] for d in env["devices"].values()}))
+                    reason = f"no dask worker offers {cell.arch} (offered: {offered})"
+                    statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
+                    count_in(summary, progress, cell, {"statuses": statuses})
+                    continue
+                future = client.submit(
+                    _run_cell,
+                    str(run_dir),
+                    kind,
+                    cell.to_json(),
+                    env,
+                    every[kind],
+                    time_limit_s,
+                    key=f"{run.id}-{kind}-{cell.id}",
+                    resources={cell.arch: 1},
+                    pure=False,
+                )
+                futures[future] = (kind, cell)
+            for future in distributed.as_completed(list(futures), loop=client.loop):
+                kind, cell = futures[future]
+                try:
+                    reply = future.result()
+                except distributed.KilledWorker:
+                    reason = "every dask worker that took this cell died"
+                    reply = {"statuses": write_fault(run_dir, kind, cell, env, "killed", reason)}
+                count_in(summary, progress, cell, reply)
+        shutil.rmtree(run_dir / "claims", ignore_errors=True)
+        return finish(run, summary, begun)
+    except BaseException as error:
+        if run:
+            run.save(status=status_of(error), ended_at=store.now())
+        raise
+    finally:
+        if cluster:
+            cluster.close()
+        if run:
+            run.close()
+
+
+def _cluster_environment(client) -> dict:
+    """One environment for all workers: the first device of each arch that is offered.
+
+    Raises:
+        MisuseError: no worker offers an arch, or two of one arch differ.
+    """
+    offered: dict[str, dict] = {}
+    names: dict[str, dict] = {}
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    for address, env in client.run(_environment).items():
+        for arch in workers[address]["resources"]:
+            if not devices_of(arch, env):
+                continue
+            only = _only(arch, env)
+            differs = arch in offered and difference(offered[arch], only)
+            if differs:
+                raise MisuseError(
+                    f"the dask workers of {arch} are not alike: {differs}; sweep them apart"
+                )
+            offered[arch] = only
+            names |= only["devices"]
+    if not names:
+        raise MisuseError(
+            "no dask worker offers a device: start one a device, "
+            'for example `dask worker ADDRESS --nthreads 1 --resources "sm_90=1"`'
+        )
+    return {"python": env["python"], "devices": names}
+
+
+def _only(arch: str, env: dict) -> dict:
+    """``env`` with the first device of ``arch`` alone, under the arch's name."""
+    return {"python": env["python"], "devices": {arch: env["devices"][devices_of(arch, env)[0]]}}
+
+
+# ---- inside a dask worker
+
+_STARTED: list[tuple[WarmDevice, dict]] = []
+
+
+def _environment() -> dict:
+    """The environment of this dask worker's device; starts its warm child, keeps torch out."""
+    if not _STARTED:
+        worker = Worker()
+        _STARTED.append((WarmDevice("", worker=worker), worker.environment))
+    return _STARTED[0][1]
+
+
+def _run_cell(
+    run_dir: str, kind: str, cell_json: dict, run_env: dict, function: str, limit_s: float
+) -> dict:
+    """Measure one cell unless its part is there; its id and statuses.
+
+    Raises:
+        MisuseError: this worker joined with another environment than the run's.
+    """
+    cell, folder = Cell.from_json(cell_json), Path(run_dir)
+    env = _environment()
+    differs = difference(_only(cell.arch, run_env), _only(cell.arch, env))
+    if differs:
+        raise MisuseError(f"a dask worker of {cell.arch} is not like the run: {differs}")
+    reply: dict = {"statuses": []}
+    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + _START_S):
+        if not store.is_done(folder, kind, cell.id):
+            device, _ = _STARTED[0]
+            device.name = devices_of(cell.arch, env)[0]
+            reply = device.measure(folder, kind, cell, env, function, limit_s)
+    return {"cell_id": cell.id} | reply
+
+
+class _claim:
+    """Hold a cell, for as long as this process lives at most: the kernel frees a dead one's."""
+
+    def __init__(self, path: Path, wait_s: float) -> None:
+        self._path, self._wait_s = path, wait_s
+
+    def __enter__(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(self._file)
+                    raise TimeoutError(f"{self._path.name} is claimed elsewhere") from None
+                time.sleep(0.2)
+
+    def __exit__(self, *_) -> None:
+        os.close(self._file)

@@ -1,0 +1,101 @@
+"""The sweep over dask: a killed worker loses nothing, no cell runs twice, no torch in dask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mlakit.errors import MisuseError
+from mlakit.sweep import store
+from mlakit.sweep.grid import expand
+
+distributed = pytest.importorskip("distributed")
+
+from mlakit.sweep import spread  # noqa: E402
+
+SLOW = {"timing": "doubles:slow"}
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def torch_is_loaded() -> bool:
+    return "torch" in sys.modules
+
+
+def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_log):
+    cells = expand(batches=range(1, 9), paths=["cpu_fused"]) + expand(
+        archs=["sm_90"], batches=[1], paths=["cpu_fused"]
+    )
+    killed = []
+
+    def kill_one_at_work(done, total, cell, words):
+        if done == 4:
+            begun = [line.split() for line in doubles_log.read_text().splitlines()]
+            ended = {i for what, i, _ in begun if what == "end"}
+            child = next(int(pid) for what, i, pid in begun if what == "begin" and i not in ended)
+            killed.append(parent_of(child))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with spread.local_cluster(["cpu", "cpu"]) as cluster:
+        with pytest.raises(MisuseError, match="kind of measurement"):
+            spread.over_dask(
+                cells, tmp_path / "bad", scheduler=cluster.scheduler_address, measure=["x"]
+            )
+        summary = spread.over_dask(
+            cells,
+            tmp_path / "run",
+            scheduler=cluster.scheduler_address,
+            functions=SLOW,
+            progress=kill_one_at_work,
+        )
+        with distributed.Client(cluster, set_as_default=False) as client:
+            assert not any(client.run(torch_is_loaded).values())
+    assert killed
+    assert not (tmp_path / "bad").exists()
+    rows = store.read_rows(tmp_path / "run")
+    assert len(rows) == summary.done == summary.jobs == len(cells)
+    assert rows.status.value_counts().to_dict() == {"ok": 8, "skipped": 1}
+    (reason,) = rows.reason.dropna()
+    assert reason == "no dask worker offers sm_90 (offered: cpu)"
+    notes = [line.split() for line in doubles_log.read_text().splitlines()]
+    ends = Counter(i for what, i, _ in notes if what == "end")
+    begins = Counter(i for what, i, _ in notes if what == "begin")
+    assert set(ends.values()) == {1}
+    assert sum(begins.values()) == 9, "only the cell that was cut off begins again"
+    record = store.show_run(tmp_path / "run")
+    assert record["status"] == "ok"
+    assert not (tmp_path / "run/claims").exists()
+
+
+def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, monkeypatch):
+    (cell,) = expand(batches=[1], paths=["cpu_fused"])
+    monkeypatch.setattr(spread, "_STARTED", [])
+    env = spread._environment()
+    arguments = (str(tmp_path), "timing", cell.to_json(), env, "doubles:slow")
+    try:
+        with spread._claim(tmp_path / "claims" / f"timing-{cell.id}", 1.0):
+            monkeypatch.setattr(spread, "_START_S", 0.2)
+            with pytest.raises(TimeoutError, match="claimed elsewhere"):
+                spread._run_cell(*arguments, 0.2)
+        assert spread._run_cell(*arguments, 20.0)["statuses"] == ["ok"]
+        assert spread._run_cell(*arguments, 20.0) == {"cell_id": cell.id, "statuses": []}
+        env["devices"]["cpu"] = env["devices"]["cpu"] | {"torch": "1.0"}
+        other = {"python": "3", "devices": {"cpu": env["devices"]["cpu"] | {"torch": "2.0"}}}
+        with pytest.raises(MisuseError, match=r"torch 2\.0 there, 1\.0 here"):
+            spread._run_cell(str(tmp_path), "timing", cell.to_json(), other, "doubles:slow", 20.0)
+    finally:
+        spread._STARTED[0][0].stop()
+    assert doubles_log.read_text().count("begin") == 1
+
+
+def test_local_uses_every_device_here(tmp_path, doubles_log):
+    cells = expand(batches=[1, 2], paths=["cpu_fused"])
+    summary = spread.local(cells, tmp_path / "run", functions=SLOW)
+    assert (summary.done, summary.workers, summary.statuses) == (2, 1, {"ok": 2})
