@@ -1,0 +1,234 @@
+"""Moving data between lanes: DPP, SDWA selection, permutes, swizzles, read and write lane.
+
+Sections: CDNA3 ISA "Data Parallel Processing (DPP)" and "Sub-Dword Addressing (SDWA)"; RDNA3 ISA
+"DPP" (row_share, row_xmask, DPP8, fetch inactive); CDNA4 ISA "V_PERMLANE16/32_SWAP_B32".
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from mlakit.codegen.isa.parse import EmulationError, Instruction
+from mlakit.codegen.isa.state import Waves
+
+U32 = np.uint32
+_PATTERNS = (
+    "quad_perm row_shl row_shr row_ror row_mirror row_half_mirror row_bcast row_newbcast row_share "
+    "row_xmask wave_shl wave_rol wave_shr wave_ror dpp8"
+).split()
+
+
+def dpp_pattern(mods: dict[str, str]) -> str | None:
+    """The name of the DPP pattern among an instruction's modifiers, if it has one."""
+    return next((p for p in _PATTERNS if p in mods), None)
+
+
+def dpp_sources(pattern: str, value: str, lanes: int) -> np.ndarray:
+    """(lanes,) source lane of each lane; -1 where the pattern has none."""
+    lane = np.arange(lanes)
+    row, at = lane & ~15, lane & 15
+    if pattern in ("quad_perm", "dpp8"):
+        select = np.array([int(x) for x in value.strip("[]").split(",")])
+        return lane - lane % len(select) + select[lane % len(select)]
+    if pattern == "row_mirror":
+        return row + 15 - at
+    if pattern == "row_half_mirror":
+        return (lane & ~7) + 7 - (lane & 7)
+    n = int(value, 0)
+    if pattern == "row_shl":
+        return np.where(at + n < 16, lane + n, -1)
+    if pattern == "row_shr":
+        return np.where(at - n >= 0, lane - n, -1)
+    if pattern == "row_ror":
+        return row + (at - n) % 16
+    if pattern in ("row_newbcast", "row_share"):
+        return row + n
+    if pattern == "row_xmask":
+        return row + (at ^ n)
+    if pattern == "row_bcast":
+        if n == 15:
+            return np.where(lane >= 16, row - 1, -1)
+        return np.where(lane >= 32, 31, -1)
+    shifted = lane + (1 if pattern in ("wave_shl", "wave_rol") else -1)
+    if pattern in ("wave_rol", "wave_ror"):
+        return shifted % lanes
+    return np.where((shifted >= 0) & (shifted < lanes), shifted, -1)
+
+
+def dpp(waves: Waves, bits: np.ndarray, mods: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Source 0 after DPP, and the lanes that may be written.
+
+    A source lane that is out of range or inactive reads 0 with ``bound_ctrl``, and blocks the write
+    without; ``fi`` lets inactive lanes be read (gfx10 and later). ``row_mask`` and ``bank_mask``
+    block lanes of their own.
+    """
+    pattern = dpp_pattern(mods)
+    source = dpp_sources(pattern, mods[pattern], waves.lanes)
+    bits = np.broadcast_to(bits, waves.exec.shape)
+    valid = np.broadcast_to(source >= 0, waves.exec.shape)
+    if not waves.exec_full and mods.get("fi", "0") == "0":
+        valid = valid & waves.exec[:, source]
+    moved = bits[:, source]
+    lane = np.arange(waves.lanes)
+    rows = (int(mods.get("row_mask", "0xf"), 0) >> (lane >> 4 & 3)) & 1
+    banks = (int(mods.get("bank_mask", "0xf"), 0) >> (lane >> 2 & 3)) & 1
+    write = np.broadcast_to((rows & banks).astype(bool), valid.shape)
+    if mods.get("bound_ctrl", "0") != "0" or pattern == "dpp8":
+        return np.where(valid, moved, U32(0)), write
+    return moved, write & valid
+
+
+def sdwa_select(bits: np.ndarray, select: str, signed: bool = False) -> np.ndarray:
+    """One SDWA source: a byte or word of it, zero- or sign-extended."""
+    if select == "DWORD":
+        return bits
+    part, number = select.split("_")
+    size = 8 if part == "BYTE" else 16
+    field = (bits >> U32(size * int(number))) & U32((1 << size) - 1)
+    if signed:
+        sign = U32(1 << (size - 1))
+        field = (field ^ sign) - sign
+    return field
+
+
+def sdwa_place(old: np.ndarray, bits: np.ndarray, mods: dict[str, str]) -> np.ndarray:
+    """The destination register after an SDWA write of ``bits``."""
+    select = mods.get("dst_sel", "DWORD")
+    if select == "DWORD":
+        return bits
+    part, number = select.split("_")
+    size = 8 if part == "BYTE" else 16
+    shift = size * int(number)
+    field = (bits & U32((1 << size) - 1)) << U32(shift)
+    unused = mods.get("dst_unused", "UNUSED_PAD")
+    if unused == "UNUSED_PRESERVE":
+        return (old & U32(~(((1 << size) - 1) << shift) & 0xFFFFFFFF)) | field
+    if unused == "UNUSED_SEXT":
+        field = (bits << U32(32 - size)).view(np.int32) >> (32 - size)
+        return (field.view(U32) << U32(shift)).astype(U32)
+    return field
+
+
+def readfirstlane(waves: Waves, i: Instruction) -> None:
+    """v_readfirstlane_b32: the lowest active lane, lane 0 if none is."""
+    first = waves.exec.argmax(1)
+    bits = waves.vgpr(i.operands[1].index)
+    waves.write_scalar(i.operands[0], bits[np.arange(len(first)), first])
+
+
+def readlane(waves: Waves, i: Instruction) -> None:
+    """v_readlane_b32: one lane, active or not."""
+    lane = waves.read_scalar(i.operands[2]) % waves.lanes
+    bits = waves.vgpr(i.operands[1].index)
+    waves.write_scalar(i.operands[0], bits[np.arange(len(lane)), lane])
+
+
+def writelane(waves: Waves, i: Instruction) -> None:
+    """v_writelane_b32: one lane, active or not."""
+    lane = waves.read_scalar(i.operands[2]) % waves.lanes
+    index = i.operands[0].index
+    waves.v[index, np.arange(len(lane)), lane] = waves.read_scalar(i.operands[1])
+    waves.v_set[index] = True
+
+
+def permlane16(waves: Waves, i: Instruction) -> None:
+    """v_permlane16_b32 and v_permlanex16_b32: any lane of the own, or of the partner row of 16.
+
+    RDNA3 ISA, "V_PERMLANE16_B32": eight 4-bit lane numbers in each of two scalars; op_sel bit 0
+    fetches inactive lanes, bit 1 is bound_ctrl.
+    """
+    dst, src, low, high = i.operands
+    fetch_inactive, bound = i.bits("op_sel", 0, 4)[:2]
+    lane = np.arange(waves.lanes)
+    at = lane & 15
+    words = np.where(at < 8, waves.read_scalar(low)[:, None], waves.read_scalar(high)[:, None]) >> (
+        (at & 7) * 4
+    ).astype(U32)
+    row = (lane & ~15) ^ (16 if "permlanex16" in i.name else 0)
+    source = row + (words & U32(15)).astype(np.int64)
+    moved = np.take_along_axis(waves.vgpr(src.index), source, 1)
+    valid = np.take_along_axis(waves.exec, source, 1) | bool(fetch_inactive)
+    if bound:
+        waves.write(dst, np.where(valid, moved, U32(0)))
+    else:
+        waves.write(dst, moved, valid)
+
+
+def permlane64(waves: Waves, i: Instruction) -> None:
+    """v_permlane64_b32: the two halves of a 64-lane wave change places (nothing for 32 lanes)."""
+    bits = waves.vgpr(i.operands[1].index)
+    waves.write(i.operands[0], np.roll(bits, 32, 1) if waves.lanes == 64 else bits)
+
+
+def permlane_swap(waves: Waves, i: Instruction) -> None:
+    """v_permlane16_swap_b32 / v_permlane32_swap_b32: odd rows of dst for even rows of src."""
+    size = 16 if "permlane16" in i.name else 32
+    a, b = (waves.vgpr(o.index).copy() for o in i.operands)
+    lane = np.arange(waves.lanes)
+    odd = (lane // size) % 2 == 1
+    new_a = np.where(odd, b[:, lane ^ size], a)
+    new_b = np.where(odd, b, a[:, lane ^ size])
+    waves.write(i.operands[0], new_a)
+    waves.write(i.operands[1], new_b)
+
+
+def bpermute(waves: Waves, i: Instruction) -> None:
+    """ds_bpermute_b32: each lane pulls from lane address / 4; an inactive source gives 0."""
+    dst, address, data = i.operands
+    at = waves.read(address, "u32") + U32(int(i.mods.get("offset", "0"), 0))
+    source = (at >> U32(2)).astype(np.int64) % waves.lanes
+    moved = np.take_along_axis(waves.vgpr(data.index), source, 1)
+    waves.write(dst, np.where(np.take_along_axis(waves.exec, source, 1), moved, U32(0)))
+
+
+def permute(waves: Waves, i: Instruction) -> None:
+    """ds_permute_b32: each active lane pushes to lane address / 4; the highest lane wins."""
+    dst, address, data = i.operands
+    at = waves.read(address, "u32") + U32(int(i.mods.get("offset", "0"), 0))
+    target = (at >> U32(2)).astype(np.int64) % waves.lanes
+    out = np.zeros_like(waves.v[data.index])
+    wave, lane = np.nonzero(waves.exec)
+    out[wave, target[wave, lane]] = waves.vgpr(data.index)[wave, lane]
+    waves.write(dst, out)
+
+
+def swizzle(waves: Waves, i: Instruction) -> None:
+    """ds_swizzle_b32 (CDNA3 ISA, "DS_SWIZZLE_B32"): quad permute, or masks within 32 lanes."""
+    lane = np.arange(waves.lanes)
+    mode, *args = re.findall(r"[\w]+", i.mods["offset"].removeprefix("swizzle"))
+    base, at = lane & ~31, lane & 31
+    if mode == "SWAP":
+        source = base + (at ^ int(args[0]))
+    elif mode == "REVERSE":
+        source = base + (at ^ (int(args[0]) - 1))
+    elif mode == "BROADCAST":
+        source = base + (at & ~(int(args[0]) - 1)) + int(args[1])
+    elif mode == "QUAD_PERM":
+        source = (lane & ~3) + np.array([int(a) for a in args])[lane & 3]
+    elif mode == "BITMASK_PERM":
+        keep, one, flip = (
+            sum(1 << (4 - k) for k, c in enumerate(args[0]) if c in which)
+            for which in ("pi", "1", "i")
+        )
+        source = base + (((at & keep) | one) ^ flip)
+    else:
+        raise EmulationError(f"unknown swizzle in: {i.text}")
+    bits = waves.vgpr(i.operands[1].index)[:, source]
+    waves.write(i.operands[0], np.where(waves.exec[:, source], bits, U32(0)))
+
+
+HANDLERS = {
+    "v_readfirstlane_b32": readfirstlane,
+    "v_readlane_b32": readlane,
+    "v_writelane_b32": writelane,
+    "v_permlane16_b32": permlane16,
+    "v_permlanex16_b32": permlane16,
+    "v_permlane64_b32": permlane64,
+    "v_permlane16_swap_b32": permlane_swap,
+    "v_permlane32_swap_b32": permlane_swap,
+    "ds_bpermute_b32": bpermute,
+    "ds_permute_b32": permute,
+    "ds_swizzle_b32": swizzle,
+}

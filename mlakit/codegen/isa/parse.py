@@ -1,0 +1,173 @@
+"""Assembly text of one kernel to instructions (LLVM, "AMDGPU Instruction Syntax")."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+VCC, M0, TTMP = 106, 124, 108
+_ENCODINGS = ("_e32", "_e64", "_dpp", "_sdwa", "_e64_dpp", "_dpp8")
+
+
+class EmulationError(RuntimeError):
+    """The emulator cannot go on; one line that names the instruction, address or register."""
+
+
+class Operand(NamedTuple):
+    """One operand; ``kind`` is v, s, exec, scc, null, off, const or text."""
+
+    kind: str
+    index: int = 0
+    count: int = 1
+    neg: bool = False
+    absolute: bool = False
+    sext: bool = False
+    half: int = 0
+    """1 where the operand names the high 16 bits (``v3.h``)"""
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Instruction:
+    """One instruction: ``name`` without its encoding suffix, operands, modifiers, source line."""
+
+    name: str
+    operands: list[Operand]
+    mods: dict[str, str]
+    text: str
+    source: tuple[str, int] | None = None
+    dual: Instruction | None = None
+    sdwa: bool = False
+    handler: object = field(default=None, repr=False)
+
+    def bits(self, key: str, default: int, n: int) -> list[int]:
+        """A list modifier such as ``op_sel:[0,1]``, padded with ``default`` to ``n``."""
+        found = (
+            [int(x, 0) for x in self.mods[key].strip("[]").split(",")] if key in self.mods else []
+        )
+        return found + [default] * (n - len(found))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel's instructions and its labels (indices into them)."""
+
+    name: str
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+    @cached_property
+    def distinct(self) -> tuple[str, ...]:
+        """The distinct instruction names, dual halves included."""
+        names = {i.name for i in self.instructions}
+        return tuple(sorted(names | {i.dual.name for i in self.instructions if i.dual}))
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside brackets and quotes."""
+    return [p.strip() for p in re.split(r",(?![^\[(]*[\])])", text)] if text else []
+
+
+def parse_operand(text: str) -> Operand:
+    """One operand's text; an unknown word becomes kind ``text``."""
+    neg = absolute = sext = False
+    inner = text
+    if inner.startswith("sext("):
+        inner, sext = inner[5:-1], True
+    if re.match(r"-[|vsta]", inner) or inner.startswith("neg("):
+        inner, neg = inner.removeprefix("neg(").removeprefix("-").rstrip(")"), True
+    if inner.startswith("|"):
+        inner, absolute = inner.strip("|"), True
+    mods = dict(neg=neg, absolute=absolute, sext=sext, text=text)
+    m = re.fullmatch(r"(v|s|ttmp|a)(\d+)(?:\.([lh]))?", inner)
+    if m:
+        kind, index, count = m.group(1), int(m.group(2)), 1
+    elif m := re.fullmatch(r"(v|s|ttmp|a)\[(\d+):(\d+)\]()", inner):
+        kind, index = m.group(1), int(m.group(2))
+        count = int(m.group(3)) - index + 1
+    if m:
+        if kind == "ttmp":
+            kind, index = "s", index + TTMP
+        return Operand(kind, index, count, half=int(m.group(m.lastindex or 1) == "h"), **mods)
+    if inner in ("vcc", "vcc_lo", "vcc_hi"):
+        return Operand("s", VCC + (inner == "vcc_hi"), 2 if inner == "vcc" else 1, **mods)
+    if inner == "m0":
+        return Operand("s", M0, **mods)
+    if inner in ("exec", "exec_lo", "exec_hi"):
+        return Operand("exec", int(inner == "exec_hi"), 2 if inner == "exec" else 1, **mods)
+    if inner in ("null", "off", "scc"):
+        return Operand(inner, **mods)
+    if re.fullmatch(r"-?(0x[0-9a-f]+|\d+(\.\d+)?(e[-+]?\d+)?)", inner):
+        return Operand("const", **mods)
+    return Operand("text", **mods)
+
+
+def const_bits(text: str, kind: str) -> int:
+    """Bits of an inline constant or literal as an operand of ``kind`` (f16 f32 f64, else int)."""
+    text = text.strip("|")
+    if "." in text and "x" not in text:
+        code = {"f16": "<e", "f64": "<d"}.get(kind, "<f")
+        return int.from_bytes(struct.pack(code, float(text)), "little")
+    width = 64 if kind[1:] == "64" else 32
+    return int(text, 0) & ((1 << width) - 1)
+
+
+def parse_instruction(text: str, source: tuple[str, int] | None = None) -> Instruction:
+    """One instruction from its text, dual issue (``::``) included."""
+    first, _, second = text.partition("::")
+    name, _, rest = first.strip().partition(" ")
+    parts = _split(rest.strip())
+    mods: dict[str, str] = {}
+    if parts:
+        last, *words = re.split(r"\s+(?![^\[(]*[\])])", parts[-1])
+        parts[-1] = last
+        if re.match(r"[a-z_0-9]+:", last):
+            words, parts = [last, *words], parts[:-1]
+        for word in words:
+            key, _, value = word.partition(":")
+            mods[key] = value or "1"
+    sdwa = name.endswith("_sdwa")
+    for suffix in sorted(_ENCODINGS, key=len, reverse=True):
+        if name.startswith("v_") and name.endswith(suffix):
+            name = name.removesuffix(suffix)
+            break
+    name = name.replace("v_dual_", "v_")
+    dual = parse_instruction(second.strip(), source) if second else None
+    return Instruction(name, [parse_operand(p) for p in parts], mods, text, source, dual, sdwa)
+
+
+def parse_program(asm: str) -> Program:
+    """The kernel in ``asm`` (Triton's ``amdgcn`` text): the code between its label and its end.
+
+    Raises:
+        EmulationError: the text holds no AMD kernel.
+    """
+    kernel = re.search(r"^\s*\.amdhsa_kernel\s+(\S+)", asm, re.M)
+    if not kernel:
+        raise EmulationError("no .amdhsa_kernel in the assembly: this is not an AMD kernel")
+    name = kernel.group(1)
+    body = asm[re.search(rf"^{re.escape(name)}:", asm, re.M).start() :]
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    files: dict[str, str] = {}
+    source = None
+    for raw in body.splitlines():
+        line = raw.split(";")[0].strip()
+        if m := re.fullmatch(r"([.\w$]+):", line):
+            if m.group(1).startswith(".Lfunc_end"):
+                break
+            labels[m.group(1)] = len(instructions)
+        elif line.startswith(".file"):
+            number, *path = re.findall(r'\d+|"[^"]*"', line)
+            files[number] = path[-1].strip('"') if path[-1][0] == '"' else path[-2].strip('"')
+        elif line.startswith(".loc"):
+            _, number, at, *_ = line.split()
+            source = (files.get(number, "?"), int(at))
+        elif line.startswith(".section"):
+            break
+        elif line and not line.startswith("."):
+            instructions.append(parse_instruction(line, source))
+    return Program(name, instructions, labels)
