@@ -12,7 +12,7 @@ from mlakit.dispatch.probe import context_for
 from mlakit.drift.ulp import Drift, compare, ulps
 from mlakit.errors import MisuseError
 from mlakit.inputs import TORCH_DTYPES, Inputs, make
-from mlakit.paths import registry
+from mlakit.paths import quantised, registry
 from mlakit.paths.aiter_api import one_line
 from mlakit.records import ACCURACY_FIGURES, Cell, CellResult, check_row
 from mlakit.rounding import ROUNDINGS, oracle
@@ -143,11 +143,7 @@ def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> di
     want = oracle(x, weight, cell.eps)
     common = {"path_ran": path.name, "reference": "float64", "rounding": path.rounding}
     if not isinstance(got, torch.Tensor):
-        drift = compare(got.dequantise()[judged].float(), want)
-        figures = drift.figures() | dict.fromkeys(("share_correct", "max_ulp", "ulp_p999"))
-        status = "wrong" if drift.nonfinite_mismatch else "ok"
-        note = "dequantised; ulps mean nothing between a quantised grid's points"
-        return common | figures | {"status": status, "flags": _flags(drift), "note": note}
+        return common | _judge_quantised(path.output, got, x, weight, cell.eps, judged)
     got = got[judged]
     drift = compare(got, want)
     formula = ROUNDINGS[path.rounding].formula(x, weight, cell.eps).to(got.dtype)
@@ -164,6 +160,23 @@ def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> di
         | drift.figures()
         | {"status": "wrong" if wrong else "ok", "flags": flags, "note": note}
     )
+
+
+def _judge_quantised(quant, got, x, weight, eps: float, judged: torch.Tensor) -> dict:
+    """As ``_judge``; ``share_correct`` counts values equal to those of float64 then quantised."""
+    values = quantised.dequantise(quant, got)[judged]
+    ideal = quantised.dequantise(quant, quantised.reference(quant, x, weight, eps))
+    want = oracle(x, weight, eps)
+    drift, floor = compare(values, want), compare(ideal, want)
+    figures = drift.figures() | {"max_ulp": None, "ulp_p999": None}
+    figures["share_correct"] = float((values == ideal).double().mean())
+    wrong = not drift.rel_l2 <= 1.5 * floor.rel_l2
+    return figures | {
+        "reference": f"float64, then {quant}",
+        "status": "wrong" if wrong else "ok",
+        "flags": _flags(drift),
+        "note": f"rel_l2 of quantising alone: {floor.rel_l2:.3g}",
+    }
 
 
 def _flags(drift: Drift) -> str | None:
