@@ -1,0 +1,162 @@
+"""The knobs of ``triton_fused``, apart from the kernel: config, heuristic, search space, validity.
+
+Pure functions of arch, rows and widths: none needs a GPU or triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from mlakit.archs import vendor_of
+
+MAX_WIDTH = 16384
+MAX_THREADS = 1024
+"""threads a program may have on every card that Triton compiles for"""
+MAX_ELEMENTS_PER_THREAD = 128
+"""above this a thread's row no longer fits 255 registers beside its weights, and spills"""
+VECTOR_BYTES = 16
+"""the widest load one thread makes, on NVIDIA (ld.v4.b32) as on AMD (global_load_dwordx4)"""
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every knob of one launch. Rows are rows per program; warps are warps that share one row.
+
+    ``q_warps`` and ``k_warps`` fix the reduction tree of their width; no other knob changes a bit
+    of the result.
+    """
+
+    q_rows: int = 1
+    k_rows: int = 1
+    q_warps: int = 2
+    k_warps: int = 2
+    num_warps: int = 2
+    separate: bool = True
+    """one program normalises rows of q or of kv; otherwise each does both parts of its rows"""
+    persistent: bool = False
+    """programs walk over the rows, as many as fit the card at once, and keep their weights"""
+    hoist_weight: bool = True
+    """weights are asked for before the reduction rather than after it"""
+    evict_first: bool = False
+    """rows leave the L2 first: they are read once"""
+    pdl: bool = False
+    """programmatic dependent launch: start while the kernel before drains (sm_90 and later)"""
+
+
+def lanes_of(arch: str) -> int:
+    """Threads of a warp that Triton compiles for: 64 on CDNA (gfx9), else 32."""
+    return 64 if arch.startswith("gfx9") else 32
+
+
+def vector_width(dtype: str) -> int:
+    """Elements of ``dtype`` that one thread loads at once."""
+    return VECTOR_BYTES // ITEMSIZE[dtype]
+
+
+def warps_per_row(arch: str, width: int, dtype: str) -> int:
+    """Warps that share a row of ``width`` elements: the width's reduction tree, whatever M is."""
+    chunk = lanes_of(arch) * vector_width(dtype)
+    warps = 1 if width <= chunk else 2
+    while width > 4 * chunk * warps and warps < 8:
+        warps *= 2
+    return warps
+
+
+def heuristic(
+    arch: str,
+    m: int,
+    q_width: int,
+    k_width: int,
+    dtype: str = "bf16",
+    *,
+    batch_invariant: bool = True,
+    compute_units: int | None = None,
+) -> Config:
+    """The config for ``m`` rows on ``arch``; ``compute_units`` as the device tells it."""
+    k_warps = warps_per_row(arch, k_width, dtype)
+    q_warps = warps_per_row(arch, q_width, dtype) if q_width else k_warps
+    num_warps = max(q_warps, k_warps)
+    q_rows, k_rows = num_warps // q_warps, num_warps // k_warps
+    if arch == "cpu":
+        # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
+        return Config(64, 64, q_warps, k_warps, num_warps)
+    if m <= 4096:
+        return Config(q_rows, k_rows, q_warps, k_warps, num_warps)
+    rows = max(q_rows, k_rows)
+    return Config(rows, rows, q_warps, k_warps, num_warps, separate=False, hoist_weight=False)
+
+
+def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16") -> str | None:
+    """None if the kernel can run with ``config``, else one line that says why not."""
+    lanes, vec = lanes_of(arch), vector_width(dtype)
+    if config.num_warps * lanes > MAX_THREADS:
+        return f"{config.num_warps} warps of {lanes} are over {MAX_THREADS} threads"
+    if config.persistent and config.separate:
+        return "a persistent program does both q and kv: separate must be False"
+    if not config.separate and q_width and config.q_rows != config.k_rows:
+        return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
+    if config.pdl and (vendor_of(arch) != "nvidia" or int(arch[3:]) < 90):
+        return f"{arch} has no programmatic dependent launch (sm_90 and later)"
+    for name, rows, warps, width in (
+        ("q", config.q_rows, config.q_warps, q_width),
+        ("k", config.k_rows, config.k_warps, k_width),
+    ):
+        if not width:
+            continue
+        if min(rows, warps) < 1 or rows & (rows - 1) or warps & (warps - 1):
+            return f"{name}: rows {rows} and warps {warps} must be powers of two"
+        if config.num_warps % warps or rows * warps < config.num_warps:
+            return f"{name}: {rows} rows of {warps} warps do not fill {config.num_warps} warps"
+        chunk = warps * lanes * vec
+        held = rows * warps * -(-width // chunk) * vec // config.num_warps
+        if held > MAX_ELEMENTS_PER_THREAD:
+            return f"{name}: {held} elements a thread, over {MAX_ELEMENTS_PER_THREAD}"
+    return None
+
+
+def search_space(
+    arch: str,
+    m: int,
+    q_width: int,
+    k_width: int,
+    dtype: str = "bf16",
+    *,
+    batch_invariant: bool = True,
+) -> list[Config]:
+    """Every valid config worth timing for ``m`` rows; only the width's tree if batch-invariant."""
+    base = heuristic(arch, m, q_width, k_width, dtype)
+    trees = [(base.q_warps, base.k_warps)]
+    if not batch_invariant:
+        trees = list(product((1, 2, 4, 8), repeat=2)) if q_width else [(1, w) for w in (1, 2, 4, 8)]
+    found = {}
+    for (q_warps, k_warps), groups, rows, separate in product(
+        trees, (1, 2, 4), (1, 2, 4), (True, False)
+    ):
+        num_warps = max(q_warps if q_width else 1, k_warps) * groups
+        q_rows, k_rows = (max(1, num_warps // w) * rows for w in (q_warps, k_warps))
+        if not separate:
+            q_rows = k_rows = max(q_rows, k_rows)
+        shape = replace(
+            base,
+            q_rows=q_rows,
+            k_rows=k_rows,
+            q_warps=q_warps,
+            k_warps=k_warps,
+            num_warps=num_warps,
+            separate=separate,
+        )
+        for hoist, evict, persistent in product((True, False), (True, False), (False, True)):
+            config = replace(shape, hoist_weight=hoist, evict_first=evict, persistent=persistent)
+            if rows <= m and check(config, arch, q_width, k_width, dtype) is None:
+                found[config] = None
+    return list(found)
+
+
+def programs(config: Config, m: int, q_width: int, resident: int) -> int:
+    """Programs of the grid's x axis for ``m`` rows; ``resident``: as many as fit the card."""
+    k_programs = -(-m // config.k_rows)
+    if config.separate and q_width:
+        return -(-m // config.q_rows) + k_programs
+    return min(k_programs, resident) if config.persistent else k_programs

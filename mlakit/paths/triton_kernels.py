@@ -1,0 +1,274 @@
+"""The one Triton kernel of the step, and what it takes to compile it for a card that is not here.
+
+Import this only where triton is. One launch normalises the rows of q and of kv. A row is taken in
+chunks of ``WARPS * LANES * VEC`` elements, of which each thread holds VEC neighbours (16 bytes).
+The row's sum has one fixed tree: chunks in order, then neighbours in pairs, then lanes, then warps.
+Which other rows share the program or the launch, and how memory is aligned, does not enter into it.
+"""
+
+# Triton compiles these functions: it knows no tuple unpacking.
+# ruff: noqa: RUF005, SIM300
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mlakit.paths.triton_config import Config, lanes_of, vector_width
+
+
+@triton.jit
+def _halve(values):
+    """(R, C) -> (R, C / 2): neighbours added in pairs."""
+    left, right = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
+    return left + right
+
+
+@triton.jit
+def _row_total(pieces, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """Tuple of (R, C) with C * len(pieces) = WARPS * LANES * VEC -> (R,): the fixed tree."""
+    for _ in tl.static_range(3):
+        if len(pieces) > 1:
+            halved = ()
+            for i in tl.static_range(len(pieces) // 2):
+                halved = halved + (pieces[2 * i] + pieces[2 * i + 1],)
+            pieces = halved
+    total = pieces[0]
+    for _ in tl.static_range(3):
+        if total.shape[1] > WARPS * LANES:
+            total = _halve(total)
+    # tl.sum over a whole row takes two barriers; splitting what the warps leave takes one.
+    total = tl.sum(tl.reshape(total, (total.shape[0], WARPS, LANES)), axis=2)
+    for _ in tl.static_range(5):
+        if total.shape[1] > 1:
+            total = _halve(total)
+    return tl.reshape(total, (total.shape[0],))
+
+
+@triton.jit
+def _pointers(start, at, PIECES: tl.constexpr):
+    """Pointers to elements ``at`` (2-D) after ``start``; whole chunks start on 16 bytes."""
+    pointers = start + at
+    if PIECES == 1:
+        pointers = tl.multiple_of(pointers, (1, 16))
+    return pointers
+
+
+@triton.jit
+def _load_weight(
+    weight, N: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr = 1
+):
+    """The weight as it lies in memory: its chunks' pieces, each ROWS times the same."""
+    cols = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, CHUNK // PIECES)[None, :] * PIECES
+    pieces = ()
+    for start in tl.static_range(0, N, CHUNK):
+        for p in tl.static_range(PIECES):
+            at = cols + (start + p)
+            if start + CHUNK > N:
+                pieces = pieces + (tl.load(_pointers(weight, at, PIECES), mask=at < N, other=0.0),)
+            else:
+                pieces = pieces + (tl.load(_pointers(weight, at, PIECES)),)
+    return pieces
+
+
+@triton.jit
+def _normalise(
+    x, x_stride, weight, held_weight, out, out_stride, first_row, m, eps,
+    N: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, NUM_WARPS: tl.constexpr, HOIST: tl.constexpr, HELD: tl.constexpr,
+    EVICT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Normalise ROWS rows of x from first_row on into out; rows from m on are not touched.
+
+    Rows that may start anywhere are loaded an element at a time, as VEC pieces of stride VEC:
+    each thread then holds the same elements as with 16-byte loads, and the tree stays the same.
+    """
+    CHUNK: tl.constexpr = WARPS * LANES * VEC
+    PIECES: tl.constexpr = 1 if ALIGNED else VEC
+    # With rows side by side in a program the weight is laid out like them: broadcasting one row
+    # of it would move it through shared memory (8 barriers a call instead of 1).
+    WEIGHT_ROWS: tl.constexpr = 1 if NUM_WARPS == WARPS else ROWS
+    rows = first_row + tl.arange(0, ROWS)
+    cols = tl.arange(0, CHUNK // PIECES)[None, :] * PIECES
+    here = (rows < m)[:, None]
+    # An int32 offset overflows at row 1,016,801 of a 2112-wide buffer.
+    source = x + rows.to(tl.int64)[:, None] * x_stride
+    target = out + rows.to(tl.int64)[:, None] * out_stride
+    pieces = ()
+    for start in tl.static_range(0, N, CHUNK):
+        for p in tl.static_range(PIECES):
+            at = cols + (start + p)
+            inside = here & (at < N) if start + CHUNK > N else here
+            held = tl.load(
+                _pointers(source, at, PIECES), mask=inside, other=0.0, eviction_policy=EVICT
+            )
+            pieces = pieces + (held,)
+    if HELD:
+        scale = held_weight
+    elif HOIST:
+        scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
+    # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
+    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
+    sums = ()
+    for p in tl.static_range(PIECES):
+        squares = tl.zeros((ROWS, CHUNK // PIECES), WIDE)
+        for i in tl.static_range(p, len(pieces), PIECES):
+            value = pieces[i].to(WIDE)
+            squares += value * value
+        sums = sums + (squares,)
+    mean = _row_total(sums, WARPS, LANES) * (1.0 / N) + tl.cast(eps, WIDE)
+    if not HELD and not HOIST:
+        scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
+    rstd = _reciprocal_root(mean, x.dtype.element_ty)[:, None]
+    for i in tl.static_range(len(pieces)):
+        at = cols + (i // PIECES * CHUNK + i % PIECES)
+        inside = here & (at < N) if (i // PIECES + 1) * CHUNK > N else here
+        y = (pieces[i].to(tl.float32) * rstd) * scale[i].to(tl.float32)
+        tl.store(_pointers(target, at, PIECES), y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _reciprocal_root(mean, DTYPE: tl.constexpr):
+    """1 / sqrt(mean) in float32, as exact as an output of DTYPE can show."""
+    root = tl.rsqrt(mean)
+    if DTYPE == tl.float16:
+        # The card's rsqrt is up to 2 float32 ulps off, which shows in 1 of 5,000 fp16 elements
+        # (bf16: 1 of 40,000). One Newton step; an infinite mean keeps its 0.
+        missing = tl.fma(-mean * root, root, 1.0)
+        root = tl.where(mean < float("inf"), tl.fma(root * 0.5, missing, root), root)
+    return root.to(tl.float32)
+
+
+RUNTIME = (
+    "q q_weight q_out k k_weight k_out q_stride k_stride q_out_stride k_out_stride m q_eps k_eps"
+).split()
+
+
+@triton.jit(do_not_specialize=["m", "q_eps", "k_eps"])
+def qk_rmsnorm_kernel(
+    q, q_weight, q_out, k, k_weight, k_out,
+    q_stride, k_stride, q_out_stride, k_out_stride, m, q_eps: tl.float64, k_eps: tl.float64,
+    Q_N: tl.constexpr, K_N: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr,
+    Q_WARPS: tl.constexpr, K_WARPS: tl.constexpr, NUM_WARPS: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, SEPARATE: tl.constexpr, PERSISTENT: tl.constexpr, HOIST: tl.constexpr,
+    EVICT: tl.constexpr, PDL: tl.constexpr, Q_ALIGNED: tl.constexpr, K_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """q: (m, Q_N), k: (m, K_N) of any row strides; Q_N may be 0.
+
+    A side is aligned when all its pointers and rows start on 16 bytes.
+    """
+    if PDL:
+        # Nothing is read before the wait: the kernel before may have written rows or weights.
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if SEPARATE and Q_N > 0:
+        q_programs = (m + Q_ROWS - 1) // Q_ROWS
+        if program < q_programs:
+            _normalise(
+                q, q_stride, q_weight, (), q_out, q_out_stride, program * Q_ROWS, m, q_eps,
+                Q_N, Q_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, Q_ALIGNED,
+            )  # fmt: skip
+        else:
+            _normalise(
+                k, k_stride, k_weight, (), k_out, k_out_stride, (program - q_programs) * K_ROWS,
+                m, k_eps,
+                K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, K_ALIGNED,
+            )  # fmt: skip
+        return
+    q_held = ()
+    k_held = ()
+    if PERSISTENT:
+        if Q_N > 0:
+            q_held = _load_weight(
+                q_weight, Q_N, Q_WARPS * LANES * VEC,
+                1 if NUM_WARPS == Q_WARPS else K_ROWS, 1 if Q_ALIGNED else VEC,
+            )  # fmt: skip
+        k_held = _load_weight(
+            k_weight, K_N, K_WARPS * LANES * VEC,
+            1 if NUM_WARPS == K_WARPS else K_ROWS, 1 if K_ALIGNED else VEC,
+        )  # fmt: skip
+        for tile in range(program, (m + K_ROWS - 1) // K_ROWS, tl.num_programs(0)):
+            if Q_N > 0:
+                _normalise(
+                    q, q_stride, q_weight, q_held, q_out, q_out_stride, tile * K_ROWS, m, q_eps,
+                    Q_N, K_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, True, EVICT, Q_ALIGNED,
+                )  # fmt: skip
+            _normalise(
+                k, k_stride, k_weight, k_held, k_out, k_out_stride, tile * K_ROWS, m, k_eps,
+                K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, True, EVICT, K_ALIGNED,
+            )  # fmt: skip
+        return
+    if Q_N > 0:
+        _normalise(
+            q, q_stride, q_weight, (), q_out, q_out_stride, program * K_ROWS, m, q_eps,
+            Q_N, K_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, Q_ALIGNED,
+        )  # fmt: skip
+    _normalise(
+        k, k_stride, k_weight, (), k_out, k_out_stride, program * K_ROWS, m, k_eps,
+        K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, K_ALIGNED,
+    )  # fmt: skip
+
+
+def constants(
+    config: Config,
+    arch: str,
+    q_width: int,
+    k_width: int,
+    dtype: str,
+    *,
+    q_aligned: bool = True,
+    k_aligned: bool = True,
+) -> dict[str, object]:
+    """The kernel's compile-time arguments, in its order, for one config on one arch."""
+    return {
+        "Q_N": q_width,
+        "K_N": k_width,
+        "Q_ROWS": config.q_rows,
+        "K_ROWS": config.k_rows,
+        "Q_WARPS": config.q_warps,
+        "K_WARPS": config.k_warps,
+        "NUM_WARPS": config.num_warps,
+        "LANES": lanes_of(arch),
+        "VEC": vector_width(dtype),
+        "SEPARATE": config.separate,
+        "PERSISTENT": config.persistent,
+        "HOIST": config.hoist_weight,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "PDL": config.pdl,
+        "Q_ALIGNED": q_aligned,
+        "K_ALIGNED": k_aligned,
+    }
+
+
+def options(config: Config) -> dict[str, object]:
+    """The compiler's options for ``config``."""
+    pdl = {"launch_pdl": True} if config.pdl else {}
+    return {"num_warps": config.num_warps, **pdl}
+
+
+def kernel_signature(
+    config: Config,
+    arch: str,
+    q_width: int,
+    k_width: int,
+    dtype: str = "bf16",
+    weight_dtype: str | None = None,
+    *,
+    aligned: bool = True,
+) -> tuple[object, dict[str, str], dict[str, object], dict, dict[str, object]]:
+    """What ``triton.compile`` needs to build the kernel for ``arch`` with no card there.
+
+    Returns ``(fn, signature, constexprs, attrs, options)``, used as
+    ``triton.compile(ASTSource(fn, signature, constexprs, attrs), target=GPUTarget(...),
+    options=options)``. ``aligned``: pointers and rows start on 16 bytes, as in the split views of a
+    qkv_a projection.
+    """
+    weight = f"*{weight_dtype or dtype}"
+    types = dict.fromkeys(RUNTIME, f"*{dtype}")
+    types.update(q_weight=weight, k_weight=weight, q_eps="fp64", k_eps="fp64")
+    types.update(dict.fromkeys(RUNTIME[6:11], "i32"))
+    chosen = constants(config, arch, q_width, k_width, dtype, q_aligned=aligned, k_aligned=aligned)
+    signature = {**types, **dict.fromkeys(chosen, "constexpr")}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
+    return qk_rmsnorm_kernel, signature, chosen, attrs, options(config)
