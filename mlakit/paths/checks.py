@@ -1,0 +1,188 @@
+"""What every path asks of its arguments: one cheap condition when they are right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mlakit.context import Context
+from mlakit.errors import MisuseError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unquantised(context: Context) -> str | None:
+    """The ``supports`` of a path whose one limit is that it delivers q as it came."""
+    if context.quant != "none":
+        return f"delivers q unquantised, and {context.quant} is wanted"
+    return None
+
+
+def kernel_limits(context: Context) -> str | None:
+    """What ``prepare`` will refuse: an inner stride, a gradient, a quantised q."""
+    if context.layout == "inner_strided":
+        return "inner stride is not 1: this kernel walks rows of unit inner stride"
+    if context.requires_grad:
+        return "a gradient is wanted and this kernel has no backward"
+    return unquantised(context)
+
+
+def check(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> None:
+    """Refuse arguments that no path can serve; any strides and any rank pass.
+
+    eps of 0 is allowed: a row of zeros is then NaN.
+
+    Raises:
+        MisuseError: rows, shapes, dtypes, devices or eps that do not fit, or an ``out`` that does
+            not fit or overlaps another argument.
+    """
+    dtype, device = q.dtype, q.device
+    if not (
+        q.shape[:-1] == k.shape[:-1]
+        and q_weight.shape == q.shape[-1:]
+        and k_weight.shape == k.shape[-1:]
+        and k.dtype is dtype
+        and dtype in FLOATS
+        and q_weight.dtype in FLOATS
+        and k_weight.dtype in FLOATS
+        and device == k.device == q_weight.device == k_weight.device
+        and type(q_eps) is float
+        and type(k_eps) is float
+        and q_eps >= 0 <= k_eps
+    ):
+        _explain(q, q_weight, q_eps, k, k_weight, k_eps)
+    if out is not None:
+        _check_out(q, q_weight, k, k_weight, out)
+
+
+def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
+    """Check a kernel's arguments and lay them out as rows.
+
+    Returns:
+        q, k, q_out, k_out as 2-D tensors of unit inner stride (new ones without ``out``), and the
+        pair that the caller gets: the outputs in the shape of the inputs.
+
+    Raises:
+        MisuseError: as ``check``, or a layout that is no single (rows, stride) pair, or a gradient
+            wanted of a kernel that has no backward.
+    """
+    check(q, q_weight, q_eps, k, k_weight, k_eps, out)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or q_weight.requires_grad or k_weight.requires_grad
+    ):
+        raise MisuseError(
+            "a gradient is wanted but this path has no backward: "
+            "call it under torch.no_grad(), or use torch_native"
+        )
+    if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+        raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
+    q_rows, k_rows = as_rows(q, "q"), as_rows(k, "k")
+    if out is not None:
+        return q_rows, k_rows, as_rows(out[0], "out[0]"), as_rows(out[1], "out[1]"), out
+    q_out = torch.empty(q_rows.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k_rows.shape, dtype=k.dtype, device=k.device)
+    if q_rows is q and k_rows is k:
+        return q, k, q_out, k_out, (q_out, k_out)
+    return q_rows, k_rows, q_out, k_out, (q_out.view(q.shape), k_out.view(k.shape))
+
+
+def as_rows(x: torch.Tensor, name: str) -> torch.Tensor:
+    """``x`` as (rows, width) with unit inner stride, by view.
+
+    Raises:
+        MisuseError: no view does it; the message names the stride.
+    """
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x
+    if x.ndim != 2:
+        try:
+            x = x.view(math.prod(x.shape[:-1]), x.shape[-1])
+        except RuntimeError:
+            raise MisuseError(
+                f"{name} of shape {tuple(x.shape)} has strides {x.stride()}, which is no single "
+                f"row stride: give {name}.contiguous(), or use torch_native"
+            ) from None
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise MisuseError(
+            f"{name} has inner stride {x.stride(-1)}, this path wants 1: "
+            f"give {name}.contiguous(), or use torch_native"
+        )
+    return x
+
+
+def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
+    """Raise for the first thing wrong; return where the quick test was merely too strict."""
+    if q.shape[:-1] != k.shape[:-1]:
+        raise MisuseError(
+            f"q has rows {tuple(q.shape[:-1])} and k {tuple(k.shape[:-1])}: "
+            "give both the same tokens"
+        )
+    if k.dtype != q.dtype:
+        raise MisuseError(f"q is {q.dtype} and k {k.dtype}: give both one dtype")
+    for name, x, weight, eps in (("q", q, q_weight, q_eps), ("k", k, k_weight, k_eps)):
+        if weight.shape != x.shape[-1:]:
+            raise MisuseError(
+                f"{name}'s weight has shape {tuple(weight.shape)}: "
+                f"give one of shape {tuple(x.shape[-1:])}"
+            )
+        for what, tensor in ((name, x), (f"{name}'s weight", weight)):
+            if tensor.dtype not in FLOATS:
+                raise MisuseError(f"{what} is {tensor.dtype}: give bfloat16, float16 or float32")
+            if tensor.device != q.device:
+                raise MisuseError(
+                    f"{what} is on {tensor.device} and q on {q.device}: give all on one device"
+                )
+        try:
+            fits = eps >= 0
+        except TypeError:
+            fits = False
+        if not fits:
+            raise MisuseError(
+                f"{name}'s eps is {eps!r}: give the model's number, for example 1e-6 (never None: "
+                "its meaning changes with dtype and torch version)"
+            )
+
+
+def _check_out(q, q_weight, k, k_weight, out) -> None:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise MisuseError("out must be a tuple of two tensors, one shaped like q, one like k")
+    inputs = {x.untyped_storage().data_ptr() for x in (q, q_weight, k, k_weight)}
+    first, second = (y.untyped_storage().data_ptr() for y in out)
+    apart = first != second and first not in inputs and second not in inputs
+    for i, like in enumerate((q, k)):
+        y = out[i]
+        if y.shape != like.shape or y.dtype != like.dtype or y.device != like.device:
+            raise MisuseError(
+                f"out[{i}] is {tuple(y.shape)} {y.dtype} on {y.device}: "
+                f"give {tuple(like.shape)} {like.dtype} on {like.device}"
+            )
+        if apart:
+            continue
+        others = {"q": q, "k": k, "q's weight": q_weight, "k's weight": k_weight}
+        if i == 1:
+            others["out[0]"] = out[0]
+        for name, other in others.items():
+            if _overlap(y, other):
+                raise MisuseError(f"out[{i}] overlaps {name} in memory: give it memory of its own")
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """First byte of ``x`` and the one after its last."""
+    start = x.data_ptr()
+    if not x.numel():
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share a byte; column blocks of one buffer are told apart."""
+    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
+    if a_end <= b_start or b_end <= a_start:
+        return False
+    if a.ndim == b.ndim == 2 and a.stride() == b.stride() and a.stride(1) == 1:
+        item, pitch = a.element_size(), a.stride(0) * a.element_size()
+        gap = (b_start - a_start) % pitch if pitch else 0
+        return not a.shape[1] * item <= gap <= pitch - b.shape[1] * item
+    return True
