@@ -19,6 +19,15 @@ MODULES = (
     "cpu_fused",
     "triton_fused",
     "aiter_fused",
+    "torch_fp8_group128",
+    "unfused_fp8_group128",
+    "triton_fp8_group128",
+    "torch_fp8_token",
+    "unfused_fp8_token",
+    "triton_fp8_token",
+    "torch_mxfp4",
+    "unfused_mxfp4",
+    "triton_mxfp4",
 )
 """One module of ``mlakit.paths`` a path; the order is the order of tables."""
 

@@ -1,0 +1,270 @@
+"""Config, compile-time arguments and launch of the quantised Triton kernel, fused or second of two.
+
+The knobs are ``triton_config.Config``'s; pure functions choose and check them, and need no GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from mlakit import archs
+from mlakit.context import Context
+from mlakit.errors import MisuseError
+from mlakit.formats import fp8, mxfp4
+from mlakit.paths import checks, quantised, triton_config
+from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
+from mlakit.paths.triton_config import Config, lanes_of, vector_width
+
+GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
+"""elements that share a scale; 0 is the whole row"""
+MANY_ROWS = 4096
+CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
+"""Triton's names of the two encodings"""
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def heuristic(
+    quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
+) -> Config:
+    """The config for ``m`` rows on ``arch``.
+
+    Few rows: a row is spread over warps, 16 elements a thread, for its latency. Many rows: as few
+    warps a row as hold it, since one warp needs no barrier and no shared memory.
+    """
+    lanes, many = lanes_of(arch), m > MANY_ROWS
+    held = 64 if many else 16
+    q_warps, k_warps = _warps(q_width, lanes * held), _warps(k_width, lanes * held)
+    while q_warps * lanes * vector_width(dtype) % _whole(quant):
+        q_warps *= 2
+    num_warps = max(q_warps, k_warps)
+    # The interpreter runs a program at a time, so it is given many rows in each.
+    rows = 64 if arch == "cpu" else 1
+    q_rows, k_rows = rows * num_warps // q_warps, rows * num_warps // k_warps
+    return Config(q_rows, k_rows, q_warps, k_warps, num_warps, separate=True)
+
+
+def _warps(width: int, elements: int) -> int:
+    """Warps, a power of two up to 16, that hold ``width`` at ``elements`` a warp."""
+    return next((w for w in (1, 2, 4, 8) if width <= w * elements), 16)
+
+
+def _whole(quant: str) -> int:
+    """Elements that a chunk may not split: a group; 8 MXFP4 groups, a tile of shuffled scales."""
+    return 8 * mxfp4.GROUP if quant == "mxfp4" else max(1, GROUPS[quant])
+
+
+def check(
+    quant: str, config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
+) -> str | None:
+    """None if the kernel can run with ``config``, else one line that says why not."""
+    if config.persistent or config.pdl:
+        return "the quantised kernel is neither persistent nor launched early"
+    chunk = config.q_warps * lanes_of(arch) * vector_width(dtype)
+    if chunk % _whole(quant):
+        return f"chunks of {chunk} elements do not hold whole blocks of {_whole(quant)}"
+    return triton_config.check(config, arch, q_width, k_width, dtype)
+
+
+def search_space(
+    quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
+) -> list[Config]:
+    """Every valid config worth timing for ``m`` rows."""
+    found = {}
+    for q_warps, k_warps, rows, separate, evict in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4), (True, False), (False, True)
+    ):
+        num_warps = max(q_warps, k_warps)
+        q_rows, k_rows = (rows * num_warps // w for w in (q_warps, k_warps))
+        if not separate:
+            q_rows = k_rows = max(q_rows, k_rows)
+        config = Config(
+            q_rows, k_rows, q_warps, k_warps, num_warps, separate=separate, evict_first=evict
+        )
+        if rows <= m and check(quant, config, arch, q_width, k_width, dtype) is None:
+            found[config] = None
+    return list(found)
+
+
+def constants(
+    quant: str,
+    config: Config,
+    arch: str,
+    q_width: int,
+    k_width: int,
+    dtype: str,
+    *,
+    encoding: fp8.Encoding | None,
+    options: Options = DEFAULT,
+    normalise: bool = True,
+) -> dict[str, object]:
+    """The kernel's compile-time arguments, in its order."""
+    shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
+    groups = q_width // mxfp4.GROUP
+    return {
+        "Q_N": q_width,
+        "K_N": k_width,
+        "Q_ROWS": config.q_rows,
+        "K_ROWS": config.k_rows,
+        "Q_CHUNK": config.q_warps * lanes_of(arch) * vector_width(dtype),
+        "K_CHUNK": config.k_warps * lanes_of(arch) * vector_width(dtype),
+        "Q_SPREAD": 1 if config.num_warps == config.q_warps else config.q_rows,
+        "K_SPREAD": 1 if config.num_warps == config.k_warps else config.k_rows,
+        "SEPARATE": config.separate,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "QUANT": quant,
+        "GROUP": GROUPS[quant] or q_width,
+        "NORMALISE": normalise,
+        "UNQUANTISED": options.unquantised and normalise,
+        "MAXIMUM": encoding.maximum if encoding else 6.0,
+        "BIAS": encoding.bias if encoding else 1,
+        "RULE_BITS": mxfp4.RULES[options.rule],
+        "SHUFFLED": mxfp4.shuffled_shape(1, groups)[1] if shuffled else 0,
+    }
+
+
+def casts(arch: str, encoding: fp8.Encoding | None) -> bool:
+    """Whether the target's own FP8 cast is used; elsewhere the kernel computes the bytes.
+
+    Triton's interpreter (arch ``cpu``) has no cast to FNUZ, and its OCP cast gets float32
+    subnormals wrong.
+    """
+    return encoding is not None and arch != "cpu" and archs.fp8_format(arch) == encoding.name
+
+
+def programs(config: Config, m: int, scale_rows: int, normalise: bool) -> int:
+    """Programs of the grid: over rows of q, and of kv beside them or after them."""
+    q_programs = -(-scale_rows // config.q_rows)
+    k_programs = -(-m // config.k_rows)
+    if not normalise:
+        return q_programs
+    return q_programs + k_programs if config.separate else max(q_programs, k_programs)
+
+
+def kernel_signature(
+    quant: str,
+    config: Config,
+    arch: str,
+    q_width: int,
+    k_width: int,
+    dtype: str = "bf16",
+    *,
+    encoding: fp8.Encoding | None = None,
+    options: Options = DEFAULT,
+    normalise: bool = True,
+) -> tuple[object, dict[str, str], dict[str, object], dict[tuple[int], list], dict[str, object]]:
+    """What ``triton.compile`` needs, as ``triton_kernels.kernel_signature`` returns it."""
+    from mlakit.paths.triton_quant_kernels import norm_and_quantise
+
+    if encoding is None and quant != "mxfp4":
+        encoding = fp8.encoding(archs.fp8_format(arch) or "fp8_ocp")
+    chosen = constants(
+        quant, config, arch, q_width, k_width, dtype,
+        encoding=encoding, options=options, normalise=normalise,
+    )  # fmt: skip
+    names = "q q_weight values scales unquantised k k_weight k_out".split()
+    pointers = {n: f"*{dtype}" for n in names}
+    pointers["values"] = f"*{CASTS[encoding.name]}" if casts(arch, encoding) else "*u8"
+    pointers["scales"] = "*u8" if quant == "mxfp4" else "*fp32"
+    strides = dict.fromkeys(("q_stride", "k_stride", "scale_row_stride"), "i32")
+    signature = {
+        **pointers,
+        **strides,
+        "scale_group_stride": "i32",
+        "m": "i32",
+        "scale_rows": "i32",
+        "q_eps": "fp64",
+        "k_eps": "fp64",
+        **dict.fromkeys(chosen, "constexpr"),
+    }
+    order = list(signature)
+    divisible = [*pointers, "q_stride", "k_stride"]
+    attrs = {(order.index(n),): [["tt.divisibility", 16]] for n in divisible}
+    return norm_and_quantise, signature, chosen, attrs, {"num_warps": config.num_warps}
+
+
+def refusal_in(context: Context, quant: str) -> str | None:
+    """Why the Triton paths cannot deliver ``quant`` in ``context``, or None."""
+    if "triton" not in context.packages:
+        return "triton is not installed"
+    if context.vendor == "cpu":
+        return "needs a GPU: on a CPU Triton only interprets, which checks and never times"
+    if context.layout == "inner_strided":
+        return "inner stride is not 1"
+    reason = quantised.refusal_in(context, quant)
+    if reason:
+        return reason
+    widths = context.q_lora_rank, context.kv_lora_rank
+    config = heuristic(quant, context.arch, context.m, *widths, context.dtype)
+    return check(quant, config, context.arch, *widths, context.dtype)
+
+
+def fused(
+    quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT, config=None
+) -> tuple[QuantisedQ, torch.Tensor]:
+    """One launch: q normalised in float32 and quantised unrounded, kv normalised.
+
+    Raises:
+        MisuseError: arguments that no path takes, a layout that is no (rows, stride) pair, or a
+            width, encoding or scale layout that ``quant`` does not have.
+    """
+    checks.check(q, q_weight, q_eps, k, k_weight, k_eps)
+    result = out or (quantised.empty(quant, q, options), k.new_empty(k.shape))
+    _launch(
+        quant, checks.as_rows(q, "q"), q_weight, q_eps, checks.as_rows(k, "k"), k_weight, k_eps,
+        result[0], result[1], options, config, normalise=True,
+    )  # fmt: skip
+    return result
+
+
+def unfused(
+    quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT
+) -> tuple[QuantisedQ, torch.Tensor]:
+    """Two launches: ``triton_fused`` writes q in its own dtype, which is then read and quantised.
+
+    So q is rounded before its scale is taken, unlike in ``fused``. Raises as ``fused`` does.
+    """
+    from mlakit.paths import triton_fused
+
+    quantised_q, k_out = out or (quantised.empty(quant, q, options), k.new_empty(k.shape))
+    normed = quantised_q.unquantised
+    normed = q.new_empty(q.shape) if normed is None else normed
+    triton_fused.call(q, q_weight, q_eps, k, k_weight, k_eps, out=(normed, k_out))
+    return quantise(quant, normed, quantised_q, options), k_out
+
+
+def quantise(quant, y, out: QuantisedQ, options=DEFAULT, config=None) -> QuantisedQ:
+    """One launch: ``y`` quantised as it is into ``out``."""
+    y = checks.as_rows(y, "y")
+    _launch(quant, y, y, 0.0, y, y, 0.0, out, y, options, config, normalise=False)
+    return out
+
+
+def _launch(
+    quant, q, q_weight, q_eps, k, k_weight, k_eps, out, k_out, options, config, normalise
+) -> None:
+    from mlakit.paths.triton_quant_kernels import norm_and_quantise
+
+    m, q_width = q.shape
+    if m == 0:
+        return
+    if not (out.values.is_contiguous() and k_out.is_contiguous()):
+        raise MisuseError("out's values and k are written as contiguous rows: give such tensors")
+    arch = archs.devices()[q.device.index or 0].arch if q.is_cuda else "cpu"
+    dtype, k_width = DTYPES[q.dtype], k.shape[1]
+    encoding = next((e for e in fp8.ENCODINGS.values() if e.dtype is out.values.dtype), None)
+    config = config or heuristic(quant, arch, m, q_width, k_width, dtype)
+    chosen = constants(
+        quant, config, arch, q_width, k_width, dtype,
+        encoding=encoding, options=options, normalise=normalise,
+    )  # fmt: skip
+    scale = quantised.plain_scale(quant, out, options) if not chosen["SHUFFLED"] else out.scale
+    scale_rows = out.scale.shape[0]
+    values = out.values if casts(arch, encoding) else out.values.view(torch.uint8)
+    unquantised = out.unquantised if chosen["UNQUANTISED"] else q
+    norm_and_quantise[(programs(config, m, scale_rows, normalise),)](
+        q, q_weight, values, scale, unquantised, k, k_weight, k_out,
+        q.stride(0), k.stride(0), *scale.stride(), m, scale_rows, q_eps, k_eps,
+        **chosen, num_warps=config.num_warps,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Quantised paths against float64, their record and options, and the Triton kernel interpreted."""
+
+import itertools
+
+import pytest
+import torch
+from quant_oracle import assert_faithful, share_of_codes_changed
+
+from mlakit import inputs, shapes
+from mlakit.context import Context
+from mlakit.errors import MisuseError
+from mlakit.formats import fp8, mxfp4
+from mlakit.paths import quantised, registry, triton_config, triton_quant
+from mlakit.paths.quantised import Options
+from mlakit.rounding import oracle
+from mlakit.shapes import Widths
+
+QUANTS = ("fp8_group128", "fp8_token", "mxfp4")
+DEEPSEEK = Widths(1536, 512)
+
+
+def options_of(quant):
+    """Every option that changes a byte of ``quant``."""
+    if quant == "mxfp4":
+        for rule, layout in itertools.product(mxfp4.RULES, mxfp4.SCALE_LAYOUTS):
+            yield Options(rule=rule, scale_layout=layout)
+        return
+    layouts = fp8.SCALE_LAYOUTS if quant == "fp8_group128" else ("row_major",)
+    for encoding, layout in itertools.product(fp8.ENCODINGS, layouts):
+        yield Options(encoding=encoding, scale_layout=layout)
+
+
+CASES = [pytest.param(q, o, id=f"{q}-{o}") for q in QUANTS for o in options_of(q)]
+
+
+def eager(quant, x, options):
+    return registry.get(f"torch_{quant}").call(*x.args, options=options)
+
+
+@pytest.mark.parametrize(("quant", "options"), CASES)
+@pytest.mark.parametrize("family", inputs.FAMILIES)
+def test_eager_is_faithful_to_float64(quant, options, family):
+    x = inputs.make(19, Widths(768, 128), family=family, seed=11)
+    before = x.buffer.clone()
+    got, k_out = eager(quant, x, options)
+    assert_faithful(quant, got, x.q, x.q_weight, x.q_eps, options)
+    exact = oracle(x.k, x.k_weight, x.k_eps)
+    assert torch.allclose(k_out.double(), exact, rtol=2**-8, atol=0, equal_nan=True)
+    assert torch.equal(x.buffer.view(torch.int16), before.view(torch.int16))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_eager_takes_every_dtype_rank_and_layout(quant, dtype):
+    x = inputs.make(6, Widths(256, 64), dtype, layout="contiguous", seed=12)
+    got, _ = eager(quant, x, Options())
+    q, k = x.q.view(2, 3, 256), x.k.view(2, 3, 64)
+    again, k_out = registry.get(f"torch_{quant}").call(
+        q, x.q_weight, x.q_eps, k, x.k_weight, x.k_eps
+    )
+    assert again.values.shape[:2] == (2, 3)
+    assert k_out.shape == (2, 3, 64)
+    assert torch.equal(
+        again.values.view(torch.uint8).flatten(), got.values.view(torch.uint8).flatten()
+    )
+    assert torch.equal(again.scale, got.scale)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_quantises_from_the_unrounded_norm(quant):
+    """A bf16 norm between would change many more bytes than float32 rounding does."""
+    x = inputs.make(64, DEEPSEEK, seed=13)
+    want = quantised.reference(quant, x.q, x.q_weight, x.q_eps)
+    got, _ = eager(quant, x, Options())
+    assert share_of_codes_changed(got, want) < 1e-3
+    rounded = oracle(x.q, x.q_weight, x.q_eps).to(torch.bfloat16).float()
+    twice = quantised.fill(quant, rounded, quantised.empty(quant, x.q))
+    assert share_of_codes_changed(twice, want) > 1e-2
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_unquantised_is_delivered_on_request_and_rounded_once(quant):
+    x = inputs.make(9, Widths(256, 64), seed=14)
+    assert eager(quant, x, Options())[0].unquantised is None
+    got = eager(quant, x, Options(unquantised=True))[0].unquantised
+    want = quantised.reference(quant, x.q, x.q_weight, x.q_eps, Options(unquantised=True))
+    assert got.dtype == torch.bfloat16
+    assert (got != want.unquantised).double().mean() < 1e-3
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_out_is_written_whole_and_no_rows_are_no_error(quant):
+    x = inputs.make(5, Widths(256, 64), seed=15)
+    options = Options(unquantised=True)
+    want, k_want = eager(quant, x, options)
+    for poison in (0x7F, 0x00):
+        out = quantised.empty(quant, x.q, options), torch.empty_like(k_want)
+        for tensor in (*out[0], out[1]):
+            tensor.view(torch.uint8).fill_(poison)
+        got, k_got = registry.get(f"torch_{quant}").call(*x.args, out=out, options=options)
+        assert got is out[0]
+        assert k_got is out[1]
+        for a, b in zip((*got, k_got), (*want, k_want), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    none = inputs.make(0, Widths(256, 64))
+    got, k_out = eager(quant, none, options)
+    assert got.values.shape[0] == k_out.shape[0] == 0
+
+
+def test_encoding_is_the_devices_own_unless_named():
+    assert quantised.native_encoding(torch.device("cpu")).name == "fp8_ocp"
+    x = inputs.make(2, Widths(128, 64))
+    assert eager("fp8_token", x, Options())[0].values.dtype == torch.float8_e4m3fn
+    fnuz = eager("fp8_token", x, Options(encoding="fp8_fnuz"))[0]
+    assert fnuz.values.dtype == torch.float8_e4m3fnuz
+
+
+def test_refusals():
+    x = inputs.make(2, Widths(200, 64))
+    for quant in ("fp8_group128", "mxfp4"):
+        with pytest.raises(MisuseError, match="q is 200 wide"):
+            eager(quant, x, Options())
+    for bad in ({"encoding": "e5m2"}, {"rule": "even"}):
+        with pytest.raises(MisuseError, match="unknown"):
+            Options(**bad)
+    with pytest.raises(MisuseError, match="unknown scale layout"):
+        eager("mxfp4", inputs.make(2, DEEPSEEK), Options(scale_layout="transposed"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "unfused", "triton"])
+def test_supports_explains(kind):
+    def why(name, arch="sm_90", **context):
+        return registry.get(f"{kind}_{name}").supports(Context(arch=arch, **context))
+
+    for quant in QUANTS:
+        assert why(quant, quant=quant) is None
+        assert "none was asked for" in why(quant)
+        assert "no q latent" in why(quant, quant=quant, q_lora_rank=0)
+        assert "no backward" in why(quant, quant=quant, requires_grad=True)
+    assert "sm_80 has no FP8" in why("fp8_token", quant="fp8_token", arch="sm_80")
+    assert "200 wide" in why("fp8_group128", quant="fp8_group128", q_lora_rank=200)
+    assert why("fp8_group128", quant="fp8_group128", arch="gfx942") is None
+    assert why("mxfp4", quant="mxfp4", arch="gfx950") is None
+    if kind != "torch":
+        lacking = frozenset({"numba"})
+        assert "triton is not installed" in why("mxfp4", quant="mxfp4", packages=lacking)
+        assert "needs a GPU" in why("mxfp4", quant="mxfp4", arch="cpu")
+        assert "inner stride" in why("mxfp4", quant="mxfp4", layout="inner_strided")
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
+    for model in shapes.models():
+        w = model.widths
+        if quantised.refusal(quant, w.q_lora_rank):
+            continue
+        for dtype, m in itertools.product(("bf16", "fp32"), (1, 4096, 65536)):
+            config = triton_quant.heuristic(quant, arch, m, w.q_lora_rank, w.kv_lora_rank, dtype)
+            args = config, arch, w.q_lora_rank, w.kv_lora_rank, dtype
+            assert triton_quant.check(quant, *args) is None
+    assert len(triton_quant.search_space(quant, "sm_90", 4096, 1536, 512)) > 10
+
+
+def test_check_refuses_chunks_that_split_a_group():
+    config = triton_config.Config(1, 1, 1, 1, 1)
+    assert "whole blocks of 256" in triton_quant.check("mxfp4", config, "sm_90", 1536, 512, "fp32")
+    assert triton_quant.check("fp8_group128", config, "sm_90", 1536, 512, "fp32") is None
