@@ -89,7 +89,10 @@ def _fused_bf16(c: Context, a8w4: bool) -> Choice:
     if a8w4 and switch_on(c, "SGLANG_QK_RMSNORM_TORCH"):
         return made("torch_native", "AITER_FORCE_A8W4 with SGLANG_QK_RMSNORM_TORCH: torch")
     if a8w4:
-        return made("triton_split", "AITER_FORCE_A8W4: two Triton launches in place of the kernel")
+        copies = 0 if c.layout == "contiguous" else 2
+        also = ", copying strided inputs first" if copies else ""
+        why = f"AITER_FORCE_A8W4: a Triton norm for each part in place of the kernel{also}"
+        return made("triton_split", why, 2 + copies)
     if c.m >= AITER_SPLITS_FROM_M:
         why = f"AITER's dual norm, which launches two kernels from M = {AITER_SPLITS_FROM_M}"
         return made("aiter_fused", why, launches=2)
@@ -108,13 +111,12 @@ def _split(release: Sglang, c: Context, why: str) -> Choice:
 
 
 def _prefill(release: Sglang, c: Context, gfx95: bool) -> Choice:
-    per_channel = c.weight_dtype == "fp8_ocp" and release.block_gate and not c.block_scale
-    if gfx95 and c.weight_dtype in ("mxfp4", "fp8_ocp") and not per_channel:
-        why = (
-            "prefill never uses the dual kernel: q's norm and quantisation in one, kv's norm apart"
-        )
-        return made("aiter_split", why, launches=2)
-    return _split(release, c, "prefill never uses the dual kernel")
+    fp8 = c.weight_dtype == "fp8_ocp" and (c.block_scale or not release.block_gate)
+    if not gfx95 or not (fp8 or c.weight_dtype == "mxfp4"):
+        return _split(release, c, "prefill never uses the dual kernel")
+    kv = 1 if fp8 or not release.split_copies or c.layout == "contiguous" else 2
+    why = "prefill never uses the dual kernel: q's norm with its quantising, and kv's norm"
+    return made("aiter_split", why, launches=1 + kv)
 
 
 VLLM_EPS = (1e-5, 1e-6)

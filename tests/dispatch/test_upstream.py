@@ -1,0 +1,57 @@
+"""SGLang's policies against SGLang's own released source, branch by branch, over all contexts."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from sglang_source import Release
+
+from mlakit.dispatch import diff, policies
+
+RELEASES = {
+    "0.5.10.post1": "sglang_0_5_10_post1",
+    "0.5.11": "sglang_0_5_11",
+    "0.5.12": "sglang_0_5_12",
+    "0.5.15": "sglang_0_5_15",
+    "0.5.23": "sglang_0_5_23",
+}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    return tmp_path_factory.mktemp("sglang")
+
+
+def fetch(version: str, folder):
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "-q", "--timeout", "20", "--retries", "1", "-d", folder, f"sglang=={version}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
+        pytest.skip(f"no package index offers sglang {version} here: {last[:150]}")
+    return next(folder.glob(f"sglang-{version}-*.whl"))
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("version", RELEASES)
+def test_policy_equals_the_released_branch(version, wheels):
+    release = Release(fetch(version, wheels))
+    wrong, seen = [], Counter()
+    for c in diff.contexts():
+        path, launches = release.choose(c)
+        ours = policies.choose(c, RELEASES[version])
+        seen[path] += 1
+        if ours.path != path or (launches is not None and ours.launches != launches):
+            row = {k: v for k, v in diff.describe(c).items() if k != "k_eps"}
+            wrong.append(f"{row}: {version} runs {path} x{launches}, ours says {ours.path} "
+                         f"x{ours.launches}")  # fmt: skip
+    assert not wrong, f"{len(wrong)} rows differ, the first: {wrong[0]}"
+    assert all(seen[p] for p in ("aiter_mxfp4", "aiter_fp8_group128", "dual_stream"))
+    assert bool(seen["aiter_fused"]) == (version != "0.5.10.post1")
+    assert bool(seen["raises"]) == (version != "0.5.10.post1")
