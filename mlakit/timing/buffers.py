@@ -11,6 +11,9 @@ from mlakit.records import Cell
 
 _ALIGN_BYTES = 256
 """what torch's own GPU allocator aligns to: no slot may run a slower, unaligned kernel"""
+_ROWS_MADE = 8192
+"""rows drawn anew; further ones repeat them, each by an exact sign and scale of its own (drawing
+65,536 rows takes longer than timing them)"""
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,20 @@ def _weight_dtype(cell: Cell) -> torch.dtype:
     return inputs.TORCH_DTYPES[cell.norm_weight_dtype or cell.dtype]
 
 
+def bytes_read(cell: Cell) -> int:
+    """Bytes one call must read: both parts and both weights once."""
+    size, hidden = inputs.TORCH_DTYPES[cell.dtype].itemsize, cell.widths.hidden
+    return cell.m * hidden * size + hidden * _weight_dtype(cell).itemsize
+
+
 def bytes_moved(cell: Cell, q_out_bytes: int | None = None) -> int:
-    """Bytes one call must move: both parts read once, written once, the weights read once.
+    """Bytes one call must move: ``bytes_read`` and both outputs written once.
 
     ``q_out_bytes``: bytes of q's output where it is quantised (with its scales).
     """
     size = inputs.TORCH_DTYPES[cell.dtype].itemsize
-    read = cell.m * cell.widths.hidden * size + cell.widths.hidden * _weight_dtype(cell).itemsize
     q_out = cell.m * cell.q_lora_rank * size if q_out_bytes is None else q_out_bytes
-    return read + q_out + cell.m * cell.kv_lora_rank * size
+    return bytes_read(cell) + q_out + cell.m * cell.kv_lora_rank * size
 
 
 def slot_bytes(cell: Cell) -> int:
@@ -45,9 +53,15 @@ def slot_bytes(cell: Cell) -> int:
     return m * (row + w.hidden) * size + w.hidden * _weight_dtype(cell).itemsize
 
 
+def rotates_outputs(cell: Cell) -> bool:
+    """Whether outputs rotate too; ``cpu`` and ``eager`` take fresh ones from the allocator."""
+    return cell.clock in ("graph", "kernel")
+
+
 def slots_for(cell: Cell, cache_bytes: int) -> int:
-    """Slots whose traffic is twice the cache; one where the cell is timed hot."""
-    return 1 if cell.cache == "hot" else -(-2 * cache_bytes // bytes_moved(cell))
+    """Slots whose rotating bytes are twice the cache; one where the cell is timed hot."""
+    turning = bytes_moved(cell) if rotates_outputs(cell) else bytes_read(cell)
+    return 1 if cell.cache == "hot" else -(-2 * cache_bytes // turning)
 
 
 class Ring:
@@ -57,7 +71,7 @@ class Ring:
         MisuseError: a layout that ``mlakit.inputs`` does not make.
     """
 
-    def __init__(self, cell: Cell, device: str, count: int, *, outputs: bool) -> None:
+    def __init__(self, cell: Cell, device: str, count: int) -> None:
         self.cell, self.device = cell, device
         self._cursor = 0
         w, m, dtype = cell.widths, cell.m, inputs.TORCH_DTYPES[cell.dtype]
@@ -68,7 +82,7 @@ class Ring:
             _slab(count, n, _weight_dtype(cell), device) for n in (w.q_lora_rank, w.kv_lora_rank)
         ]
         self._out = [
-            _slab(count, m * n, dtype, device) if outputs else None
+            _slab(count, m * n, dtype, device) if rotates_outputs(cell) else None
             for n in (w.q_lora_rank, w.kv_lora_rank)
         ]
         self.fill(cell.seed)
@@ -78,7 +92,7 @@ class Ring:
         """New inputs, in place; outputs become NaN. Slots differ by an exact sign and scale."""
         cell = self.cell
         made = inputs.make(
-            cell.m,
+            min(cell.m, _ROWS_MADE),
             cell.widths,
             cell.dtype,
             weight_dtype=cell.norm_weight_dtype or None,
@@ -88,12 +102,13 @@ class Ring:
             device=self.device,
         )
         sources = [made.buffer] if len(self._data) == 1 else [made.q, made.k]
-        self._sources = [s.reshape(-1) for s in sources]
-        count = len(self._data[0])
         generator = torch.Generator().manual_seed(seed)
-        pick = torch.randint(6, (count,), generator=generator)
-        scales = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])[pick]
-        self._scales = scales.to(self._sources[0].dtype).to(self.device)
+        if cell.m > _ROWS_MADE:
+            rows = torch.arange(cell.m, device=self.device) % _ROWS_MADE
+            by_row = self._powers(cell.m, generator)[:, None]
+            sources = [s[rows] * by_row for s in sources]
+        self._sources = [s.reshape(-1) for s in sources]
+        self._scales = self._powers(len(self._data[0]), generator)
         for slab, source in zip(self._data, self._sources, strict=True):
             part = slab[:, : source.numel()]
             part.copy_(source)
@@ -103,6 +118,11 @@ class Ring:
         for slab in self._out:
             if slab is not None:
                 slab.fill_(float("nan"))
+
+    def _powers(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        powers = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])
+        picked = powers[torch.randint(6, (count,), generator=generator)]
+        return picked.to(self._data[0].dtype).to(self.device)
 
     def intact(self, slot: Slot) -> bool:
         """Whether a slot's inputs, the rope part too, are still the bits that were filled in."""

@@ -10,6 +10,7 @@ Two figures from different clocks are never divided by each other.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mlakit.timing.buffers import Ring, Slot
+from mlakit.timing.buffers import Ring, Slot, slots_for
 
 MAX_NODES = 1000
 """nodes in one graph: HIP graphs of tens of thousands crash (meta-pytorch/tritonbench#1034)"""
@@ -147,12 +148,12 @@ class KernelLane(LoopLane):
         def run() -> None:
             nonlocal out
             for slot in slots:
-                out = self.call(*slot.args)
+                out = self.call(*slot.args, out=slot.out)
 
         kernels = profile(run)
         self.seen = [(slots[-1], out)]
-        self.kernels = tuple(name for name, _ in kernels[: -(-len(kernels) // self.inner)])
-        return sum(us for _, us in kernels) / self.inner
+        self.kernels = tuple(k[0] for k in kernels[: -(-len(kernels) // self.inner)])
+        return sum(us for *_, us in kernels) / self.inner
 
 
 def tensors(out: object) -> list[torch.Tensor]:
@@ -166,23 +167,32 @@ def tensors(out: object) -> list[torch.Tensor]:
 
 def capture(call: Callable, slots: list[Slot]) -> tuple[torch.cuda.CUDAGraph, list]:
     """A graph of one call a slot, and what each call returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for slot in slots[:2]:
-            call(*slot.args, out=slot.out)
-    torch.cuda.current_stream().wait_stream(side)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [call(*slot.args, out=slot.out) for slot in slots]
+    # torch.cuda.graph would collect garbage each time, which takes longer than the capture; it
+    # must only not run meanwhile, since it could free another graph.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(side):
+            for slot in slots[:2]:
+                call(*slot.args, out=slot.out)
+            side.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                outs = [call(*slot.args, out=slot.out) for slot in slots]
+            finally:
+                graph.capture_end()
+    finally:
+        if was_collecting:
+            gc.enable()
     graph.replay()
     torch.cuda.synchronize()
     return graph, outs
 
 
-def profile(run: Callable[[], None]) -> list[tuple[str, float]]:
-    """Kernels that ``run`` launched, in order of their start: (name, microseconds).
+def profile(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Kernels that ``run`` launched, in order: (name, start in us, duration in us).
 
     Raises:
         RuntimeError: the profiler saw no kernel (no permission, or no CUPTI / roctracer here).
@@ -203,7 +213,7 @@ def profile(run: Callable[[], None]) -> list[tuple[str, float]]:
     if not events:
         raise RuntimeError("the profiler saw no kernel: it needs CUPTI or roctracer, and leave")
     events.sort(key=lambda e: e.time_range.start)
-    return [(e.name, e.time_range.elapsed_us()) for e in events]
+    return [(e.name, e.time_range.start, e.time_range.elapsed_us()) for e in events]
 
 
 def estimate_us(call: Callable, ring: Ring, *, device: str, graph: bool) -> float:
@@ -236,16 +246,13 @@ def make_lane(
     on_gpu = device != "cpu"
     if clock == "graph":
         guess = estimate_us(call, ring, device=device, graph=True)
-        plan = plan_graph(guess, slots_wanted=_wanted(ring, cache_bytes), launches=launches)
+        wanted = slots_for(ring.cell, cache_bytes)
+        plan = plan_graph(guess, slots_wanted=wanted, launches=launches)
         return GraphLane(call, ring, plan, cache_bytes)
     if clock == "kernel":
-        return KernelLane(call, ring, 20, torch.cuda.synchronize)
+        lane = KernelLane(call, ring, 20, torch.cuda.synchronize)
+        lane.take()
+        return lane
     guess = estimate_us(call, ring, device=device, graph=False)
     wait = torch.cuda.synchronize if on_gpu else _no_wait
     return LoopLane(call, ring, plan_inner(guess), wait)
-
-
-def _wanted(ring: Ring, cache_bytes: int) -> int:
-    from mlakit.timing.buffers import slots_for
-
-    return slots_for(ring.cell, cache_bytes)

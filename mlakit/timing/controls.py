@@ -35,7 +35,7 @@ if triton is not None:
             x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask)
             w = tl.load(w_ptr + columns, mask=inside)
             # The weights are part of the traffic; this is the cheapest way to need them.
-            x = tl.where((w == w)[None, :], x, 0.0)
+            x = tl.where((w == w)[None, :], x, tl.zeros_like(x))
             tl.store(y_ptr + rows[:, None] * N + columns[None, :], x, mask=mask)
 
     @triton.jit
@@ -152,9 +152,9 @@ def best_copy(ring: Ring, device: str, *, clock_name: str) -> tuple[str, Callabl
 def device_copy_gbps(device: str, cache_bytes: int) -> float:
     """Plain copy bandwidth of the device's memory in GB/s, read plus written, best of ten.
 
-    The buffers are eight times the cache; the best, because it stands for a limit.
+    Both buffers together are eight times the cache; the best, because it stands for a limit.
     """
-    size = max(64 * 2**20, 4 * cache_bytes)
+    size = max((64 if device == "cpu" else 512) * 2**20, 4 * cache_bytes)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.zeros_like(source)
     best_s = float("inf")

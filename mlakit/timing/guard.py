@@ -57,9 +57,12 @@ def cache_bytes(device: str) -> int:
     found = device_of(device)
     if found is None:
         return _cpu_cache_bytes()
-    table = arch(found.arch)
-    listed = max(table.l2_mib or 0, table.llc_mib or 0) if found.vendor == "amd" else 0
-    return max(found.l2_bytes or 0, int(listed * 2**20)) or 64 * 2**20
+    reported = found.l2_bytes or 0
+    if found.vendor == "amd":
+        table = arch(found.arch)
+        reported = max(reported, int(max(table.l2_mib or 0, table.llc_mib or 0) * 2**20))
+    # 256 MiB is the largest cache of any card here: too large a guess only costs memory.
+    return reported or 256 * 2**20
 
 
 @cache

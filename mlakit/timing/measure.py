@@ -72,11 +72,14 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
         LockedError: another process holds the device; it is named.
     """
     run = dict(run or {})
+    found = guard.device_of(device)
+    device = f"cuda:{found.index}" if found else "cpu"
     _check_place(cell, device)
     wait_s = run.pop("lock_wait_s", LOCK_WAIT_S)
     identity = _identity(cell, device, run)
     entries = [_Entry(name) for name in cell.paths]
-    with guard.device_lock(device, wait_s=wait_s):
+    # Without gradients from the first call on: switching later would make compiled paths recompile.
+    with guard.device_lock(device, wait_s=wait_s), torch.no_grad():
         return _Measurement(cell, device, identity, entries).result()
 
 
@@ -175,7 +178,8 @@ class _Measurement:
         need = self._slot_count() * one + 8 * one
         if self.device == "cpu":
             return need, _free_host_bytes()
-        return need, torch.cuda.mem_get_info(self.device)[0]
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return need, torch.cuda.mem_get_info(self.device)[0] + kept
 
     def _slot_count(self) -> int:
         count = buffers.slots_for(self.cell, self.cache)
@@ -184,8 +188,7 @@ class _Measurement:
     def _ring(self) -> buffers.Ring:
         if self.device != "cpu":
             torch.cuda.set_device(self.device)
-        with_out = self.cell.clock == "graph"
-        return buffers.Ring(self.cell, self.device, self._slot_count(), outputs=with_out)
+        return buffers.Ring(self.cell, self.device, self._slot_count())
 
     def _prepare(self, ring: buffers.Ring) -> None:
         """First calls (build and compile), each timed by itself; then the lanes, the controls."""
@@ -201,7 +204,12 @@ class _Measurement:
                 entry.fail(error)
         if not self._ready():
             return
-        self.copy_gbps = controls.device_copy_gbps(self.device, self.cache)
+        try:
+            self.copy_gbps = controls.device_copy_gbps(self.device, self.cache)
+        except RuntimeError as error:
+            for entry in self._ready():
+                entry.fail(error)
+            return
         self.entries += [
             _Entry("copy_limit"),
             _Entry("launch_floor", call=controls.floor_call(self.cell.clock, self.device)),
@@ -232,14 +240,13 @@ class _Measurement:
         lanes = {e.name: e.lane for e in self._ready() if e.lane is not None}
         peers = [e for e in self._ready() if e.path]
         load = guard.CpuLoad()
-        with torch.no_grad():
-            self.sampled = sampler.sample(
-                lanes,
-                budget_s=self.cell.budget_s,
-                seed=self.cell.seed,
-                peers=[e.name for e in peers],
-                baselines=[e.name for e in peers if not e.path.fused],
-            )
+        self.sampled = sampler.sample(
+            lanes,
+            budget_s=self.cell.budget_s,
+            seed=self.cell.seed,
+            peers=[e.name for e in peers],
+            baselines=[e.name for e in peers if not e.path.fused],
+        )
         found = guard.device_of(self.device)
         after = sensors.conditions(found)
         self.conditions = {

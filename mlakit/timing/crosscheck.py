@@ -1,0 +1,124 @@
+"""The ``graph`` and ``kernel`` clocks held against timers that share nothing with them.
+
+``graph`` reads events around a replay; it is held against CUPTI's (or roctracer's) own time stamps
+of the kernels inside such a replay, first start to last end. ``kernel`` reads CUPTI's durations; it
+is held against events around a long loop of calls that the device never waits in. What is left
+between a call's kernels and its share of the replay is the gap from one graph node to the next:
+about a microsecond, which is why the two clocks differ at small M and agree at large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mlakit.errors import MisuseError
+from mlakit.paths import registry
+from mlakit.records import Cell
+from mlakit.timing import buffers, clock, guard
+
+LIMIT = 0.03
+"""agreement asked for from ``LARGE_M`` rows on"""
+LARGE_M = 4096
+_ROUNDS = 30
+
+
+def crosscheck(
+    paths: Sequence[str],
+    batches: Sequence[int],
+    *,
+    device: str = "cuda",
+    widths: tuple[int, int] = (1536, 512),
+    dtype: str = "bf16",
+) -> list[dict]:
+    """One row a path and M: both clocks, both independent timers, in us, medians of 30.
+
+    ``agrees``: both within 3 % of their independent timer; None below M = 4096, where the gaps
+    between launches are part of one figure and not of the other.
+
+    Raises:
+        MisuseError: no GPU.
+    """
+    found = guard.device_of(device)
+    if found is None:
+        raise MisuseError("the clocks to check are a GPU's: give device='cuda'")
+    torch.cuda.set_device(found.index)
+    with guard.device_lock(device, wait_s=600), torch.no_grad():
+        return [
+            _row(Cell(found.arch, m, *widths, (name,), dtype=dtype, clock="graph"), device)
+            for name in paths
+            for m in batches
+        ]
+
+
+def _row(cell: Cell, device: str) -> dict:
+    path, cache = registry.get(cell.paths[0]), guard.cache_bytes(device)
+    count = min(buffers.slots_for(cell, cache), clock.MAX_NODES)
+    ring = buffers.Ring(cell, device, count)
+    path.call(*ring.slots[0].args)
+    graph = clock.make_lane(
+        "graph", path.call, ring, device=device, cache_bytes=cache, launches=path.launches
+    )
+    kernel = clock.make_lane("kernel", path.call, ring, device=device, cache_bytes=cache)
+    graph_us = float(np.median([graph.take() for _ in range(_ROUNDS)]))
+    loop_us = float(np.median([_loop_us(path.call, ring) for _ in range(_ROUNDS)]))
+    kernel_us = float(np.median([kernel.take() for _ in range(_ROUNDS)]))
+    span_us, busy_us = np.median([_replay_us(graph) for _ in range(_ROUNDS)], axis=0)
+    row = {
+        "path": path.name,
+        "m": cell.m,
+        "graph_us": graph_us,
+        "cupti_span_us": float(span_us),
+        "kernel_us": kernel_us,
+        "loop_us": loop_us,
+        "cupti_kernels_in_graph_us": float(busy_us),
+        "gap_us": float(span_us - busy_us),
+        "graph_off": graph_us / float(span_us) - 1,
+        "kernel_off": kernel_us / loop_us - 1,
+        "agrees": None,
+    }
+    if cell.m >= LARGE_M:
+        row["agrees"] = max(abs(row["graph_off"]), abs(row["kernel_off"])) <= LIMIT
+    return row
+
+
+def _replay_us(lane: clock.GraphLane) -> tuple[float, float]:
+    """Per call of one replay, by the profiler: first start to last end, and kernels added up."""
+    kernels = clock.profile(lane.graph.replay)
+    span = max(start + us for _, start, us in kernels) - kernels[0][1]
+    return span / lane.plan.calls, sum(us for *_, us in kernels) / lane.plan.calls
+
+
+def _loop_us(call, ring: buffers.Ring, calls: int = 200) -> float:
+    """Per call of a loop between two events, queued behind work that keeps the device busy."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    slots = ring.take(calls)
+    # A matrix product of some milliseconds: the host has queued the loop before it ends.
+    square = torch.ones(8192, 8192, dtype=torch.bfloat16, device=ring.device)
+    for _ in range(4):
+        square @ square
+    start.record()
+    for slot in slots:
+        call(*slot.args, out=slot.out)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / calls
+
+
+def main() -> None:
+    """Print the rows as JSON lines: ``python -m mlakit.timing.crosscheck --m 64 4096``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--paths", nargs="+", default=["triton_fused", "torch_rms_norm"])
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 64, 1024, 4096, 16384, 65536])
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    for row in crosscheck(given.paths, given.m, device=given.device):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
