@@ -190,7 +190,9 @@ def explain(
     if as_json:
         print(json.dumps(answer.to_json(), indent=1, default=str))
         return
-    print(f"{answer.policy} on {context.arch}: {answer.path}: {answer.reason}")
+    print(f"on {context.arch}, {answer.line}")
+    if answer.here:
+        print(f"not here: {answer.here}")
     _print_rows(answer.to_rows(), "every path")
 
 

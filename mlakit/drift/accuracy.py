@@ -34,7 +34,7 @@ FORMULA_SHARE = 0.01
 AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
 
 
-def accuracy_cell(cell: Cell, *, device: str = "cpu", run: str | None = None) -> CellResult:
+def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -> CellResult:
     """One row per path, input family and output (q, k) of ``cell``, against float64.
 
     A path that cannot run here gives one ``skipped`` row with the reason. A cell of an AMD arch
@@ -43,7 +43,7 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: str | None = None) ->
     Args:
         cell: what to run; clock and cache are kept but mean nothing here.
         device: where: ``cpu``, ``cuda``, ``cuda:1``.
-        run: the run's id, for ``run_id``.
+        run: columns that only the caller knows (``run_id``, ``hidden_size``).
     """
     context = context_for(cell, device)
     base = _identity(cell, run)
@@ -67,10 +67,10 @@ def _is_here(arch: str, device: str) -> bool:
     return arch in archs.here()
 
 
-def _identity(cell: Cell, run: str | None) -> dict:
+def _identity(cell: Cell, run: dict | None) -> dict:
     kept = "q_lora_rank kv_lora_rank m dtype quant layout clock cache arch seed".split()
     return {k: getattr(cell, k) for k in kept} | {
-        "run_id": run,
+        **(run or {}),
         "cell_id": cell.id,
         "vendor": archs.vendor_of(cell.arch),
         "model": cell.model or None,
