@@ -156,6 +156,9 @@ def explain(
     weight_dtype: Annotated[str, typer.Option(help="dtype of q_b_proj: bf16, fp8_ocp, ...")] = "",
     quant: Annotated[str, typer.Option(help="none, fp8_group128, fp8_token, mxfp4.")] = "none",
     aiter: Annotated[bool, typer.Option("--aiter", help="AITER is in use there.")] = False,
+    aiter_api: Annotated[
+        str, typer.Option(help="Its dual norm: none, pair (0.1.12, 0.1.13), unified (0.1.14 on).")
+    ] = "pair",
     capture: Annotated[bool, typer.Option("--capture", help="During graph capture.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -178,7 +181,7 @@ def explain(
     }
     if arch:
         context = Context(
-            arch=arch, use_aiter=aiter, aiter_api="unified" if aiter else "none", **asked
+            arch=arch, use_aiter=aiter, aiter_api=aiter_api if aiter else "none", **asked
         )
     else:
         from dataclasses import replace
