@@ -190,13 +190,19 @@ def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[st
 
 def environment_rows(folder: Path) -> list[dict]:
     """The environment of the measurements, by allow-list: versions and device names only."""
-    env = store.show_run(folder / "timing")["environment"]
+    env = store.show_run(folder / "timing").get("environment") or {}
     rows = [{"what": "mlakit", "version": __version__}]
-    rows += [{"what": k, "version": str(env.get(k) or "–")} for k in ("torch", "triton", "driver")]
-    rows += [{"what": "python", "version": platform.python_version()}]
-    rows += [{"what": "CPU", "version": env.get("cpu") or "–"}]
-    rows += [{"what": "GPU", "version": f"{g['name']} ({g['arch']})"} for g in env.get("gpus", [])]
-    rows += [{"what": "source revision", "version": str(env.get("git_sha") or "–")}]
+    rows.append({"what": "python", "version": env.get("python", platform.python_version())})
+    for name, device in env.get("devices", {}).items():
+        rows.append({"what": name, "version": f"{device['device']} ({device['arch_raw']})"})
+        rows += [
+            {"what": f"{name}: {what}", "version": device[key]}
+            for what, key in (("torch", "torch"), ("triton", "triton"), ("driver", "driver"))
+            if device.get(key)
+        ]
+        rows.append(
+            {"what": "source revision", "version": device.get("git_sha") or "not a checkout"}
+        )
     return rows
 
 

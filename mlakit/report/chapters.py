@@ -149,6 +149,7 @@ def not_run(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=["path", "status", "reason", "batches"])
     grouped = rest.groupby(["path_requested", "status", "reason"], dropna=False, sort=False)["m"]
     frame = grouped.agg(lambda m: ", ".join(str(v) for v in sorted(set(m)))).reset_index()
+    frame["path_requested"] = frame["path_requested"].str.replace(",", ", ")
     return frame.set_axis(["path", "status", "reason", "batches"], axis=1)
 
 

@@ -27,12 +27,12 @@ _KEPT_METADATA = ("kernelspec", "language_info", "mlakit")
 def _replacements() -> tuple[tuple[str, str], ...]:
     """(what, by what), longest first, so that a folder goes before the one that holds it."""
     found = {
-        str(Path(__file__).resolve().parents[2]): "<mlakit>",
-        str(Path.cwd()): "<here>",
-        str(Path.home()): "<home>",
-        sys.prefix: "<env>",
-        sys.base_prefix: "<python>",
-        tempfile.gettempdir(): "<tmp>",
+        str(Path(__file__).resolve().parents[2]): "[mlakit]",
+        str(Path.cwd()): "[here]",
+        str(Path.home()): "[home]",
+        sys.prefix: "[env]",
+        sys.base_prefix: "[python]",
+        tempfile.gettempdir(): "[tmp]",
     }
     pairs = [(k, v) for k, v in found.items() if len(k) > 1]
     return tuple(sorted(pairs, key=lambda kv: -len(kv[0])))
@@ -56,11 +56,11 @@ def text(value: str) -> str:
     value = _ANSI.sub("", value)
     for what, by in _replacements():
         value = value.replace(what, by)
-    value = re.sub(r"/(?:home|Users)/[^/\s'\"<>]+", "<home>", value)
-    value = _SECRET.sub(r"\1\2<removed>", value)
-    value = _TOKEN.sub("<removed>", value)
+    value = re.sub(r"/(?:home|Users)/[^/\s'\"<>]+", "[home]", value)
+    value = _SECRET.sub(r"\1\2[removed]", value)
+    value = _TOKEN.sub("[removed]", value)
     names = _names()
-    return names.sub("<name>", value) if names else value
+    return names.sub("[name]", value) if names else value
 
 
 def values(item):
@@ -69,7 +69,7 @@ def values(item):
         return text(item)
     if isinstance(item, dict):
         return {
-            text(k): "<removed>" if isinstance(v, str) and _SECRET.match(f"{k}=xxxx") else values(v)
+            text(k): "[removed]" if isinstance(v, str) and _SECRET.match(f"{k}=xxxx") else values(v)
             for k, v in item.items()
         }
     if isinstance(item, list | tuple):

@@ -61,13 +61,17 @@ def table_html(frame: pd.DataFrame, caption: str, head: int | None = None) -> st
     columns = list(rows.columns)
     out = [f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">']
     out.append(f"<table><caption>{html.escape(caption)}</caption><thead><tr>")
-    out += [f'<th scope="col">{html.escape(str(c))}</th>' for c in columns]
+    words = {c for c in columns if any(isinstance(v, str) for v in rows[c])}
+    for c in columns:
+        kind = ' class="text"' if c in words else ""
+        out.append(f'<th scope="col"{kind}>{html.escape(str(c))}</th>')
     out.append("</tr></thead><tbody>")
     for row in rows.itertuples(index=False):
         cells = []
-        for v in row:
-            kind = ' class="text"' if isinstance(v, str) else ""
-            cells.append(f"<td{kind}>{html.escape(number(v))}</td>")
+        for c, v in zip(columns, row, strict=True):
+            text = number(v)
+            kind = ' class="text long"' if len(text) > 28 else ' class="text"' if c in words else ""
+            cells.append(f"<td{kind}>{html.escape(text)}</td>")
         out.append(f"<tr>{''.join(cells)}</tr>")
     out.append("</tbody></table></div>")
     if head is not None and len(frame) > head:
