@@ -216,6 +216,7 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
                 _row(
                     base,
                     "aiter_fused",
+                    path_ran="aiter_fused",
                     status="ok",
                     reason=f"no {cell.arch} here: emulated",
                     rounding=rounding,

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlakit.errors import MisuseError
@@ -44,6 +44,10 @@ class Judgement:
     """paired questions: (only a right, only b right)"""
     test: str = ""
 
+    def to_json(self) -> dict:
+        """A plain dict."""
+        return asdict(self)
+
 
 def verdict_of(z: float) -> str:
     """``real`` from |z| 1.96 on, ``inconclusive`` from 1, else ``no evidence``."""
@@ -74,12 +78,16 @@ def significance(
     out of ``n``, or a file of per-question results (CSV or JSONL; see ``read_results``). Two files
     with the same questions are compared paired, by the exact McNemar test.
 
+    Two figures above 1 without n are throughputs, see ``throughput``.
+
     Raises:
         MisuseError: no n, a score outside 0 to 1, a count above n, or files that don't match.
     """
     if a is None or b is None:
         given = b if a is None else a
         return Judgement(NO_BASELINE, f"one score ({given}) and nothing to hold it against")
+    if all(isinstance(v, float) and v > 1 for v in (a, b)) and n is None:
+        return throughput(a, b)
     if _is_file(a) and _is_file(b):
         return _paired(read_results(a), read_results(b))
     p_a, n_a = _score(a, n)

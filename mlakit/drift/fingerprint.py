@@ -6,6 +6,7 @@ any order, contracted or not: what then differs is rounding, never reduction ord
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,20 +14,10 @@ from functools import cache
 
 import torch
 
+from mlakit.drift.arithmetic import EPS, Norm, arithmetic, contraction, probe
 from mlakit.drift.ulp import ulps
-from mlakit.inputs import TORCH_DTYPES
 from mlakit.paths.aiter_api import one_line
-from mlakit.rounding import EPS_RULES, STATISTICS, Recipe, truncate_to
-
-Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""fn(x, weight, eps) -> y; x (M, N), weight (N,)"""
-
-EPS = 2.0**-13
-"""Large enough that 16-bit outputs tell apart every rule for eps on rows of RMS 1e-2 and 1e-3, and
-the same number in every dtype: torch rounds a scalar to bf16 before adding it to a bf16 tensor."""
-
-_SCALES = (2.0**-6, 2.0**-13, 2.0**-16)
-"""Row scales of the probe: RMS about 1, 1e-2 (where mean = eps) and 1e-3."""
+from mlakit.rounding import EPS_RULES, STATISTICS, Recipe
 
 ROW_SLACK = 0.01
 ROWS_WANTED = 0.95
@@ -78,17 +69,27 @@ def _part(call: Callable, index: int, other_width: int) -> Norm:
     return norm
 
 
+def _is_pair(fn: Callable) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters) >= 6
+
+
 @torch.no_grad()
-def fingerprint(fn: Norm, *, device: str = "cpu", dtype: str = "bf16") -> Fingerprint:
+def fingerprint(fn: Callable, *, device: str = "cpu", dtype: str = "bf16") -> Fingerprint:
     """Name the rounding order of ``fn(x, weight, eps)``, an RMSNorm over the last dimension.
 
-    A pair path goes through ``first_of_pair`` or ``second_of_pair``. Experiments: the order
+    A callable of six arguments is a pair (q, q_weight, q_eps, k, k_weight, k_eps): its q is taken;
+    ``second_of_pair`` makes a norm of its k. Experiments: the order
     (statistic, eps, reciprocal RMS, products, gemma's 1 + w); weights in float32; the arithmetic
     of s (mean, root, association) on 8e5 elements; contraction, by cancellation against eps.
 
     Never raises for what ``fn`` does: a refusal or a wrong shape is in ``text``.
     """
-    x, weight = _probe(48, 128, dtype, device)
+    fn = first_of_pair(fn) if _is_pair(fn) else fn
+    x, weight = probe(48, 128, dtype, device)
     try:
         got = fn(x, weight, EPS)
     except Exception as error:
@@ -113,12 +114,12 @@ def fingerprint(fn: Norm, *, device: str = "cpu", dtype: str = "bf16") -> Finger
         own = {n.replace("cast_then_weight", "weight_dtype") for n in names}
         names = own if owners == "proven" else names | own
     if best.statistic == "float32" and best.eps == "inside":
-        found, line = _arithmetic(fn, best, dtype, device)
+        found, line = arithmetic(fn, best, dtype, device)
         details |= found
         if found.get("root", "").startswith("approximate, "):
             names = {replace(r, rstd="approx_rsqrt").name for r in fits}
         evidence.append(line)
-        details["contraction"] = _contraction(fn, best, dtype, device)
+        details["contraction"] = contraction(fn, best, dtype, device)
     return Fingerprint(
         frozenset(names), _text(names, details, dtype), details, tuple(evidence), dtype
     )
@@ -126,7 +127,7 @@ def fingerprint(fn: Norm, *, device: str = "cpu", dtype: str = "bf16") -> Finger
 
 def _refine(fn: Norm, near: list[Recipe], dtype: str, device: str) -> tuple[list[Recipe], str]:
     """Those of ``near`` that fit 1024 rows best; evidence, with the best of the others."""
-    x, weight = _probe(1024, 128, dtype, device, seed=4)
+    x, weight = probe(1024, 128, dtype, device, seed=4)
     got = fn(x, weight, EPS)
     shares = {r: _share_of_rows(got, r(x, weight, EPS)) for r in near}
     top = max(shares.values())
@@ -169,19 +170,6 @@ class _FixedEps(Recipe):
     def scale(self, x: torch.Tensor, eps: float) -> torch.Tensor:
         fixed = next(v for v in FIXED_EPS if self.eps == f"eps_fixed_{v:.3g}")
         return Recipe(self.statistic, rstd=self.rstd).scale(x, fixed)
-
-
-def _probe(
-    m: int, n: int, dtype: str, device: str, seed: int = 0, scales: tuple[float, ...] = _SCALES
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (m, n): integers of -127 to 127 times a power of two by row; non-unit weight (n,)."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(1, 128, (m, n), generator=generator).float()
-    x *= torch.randint(0, 2, (m, n), generator=generator) * 2 - 1
-    x *= torch.tensor(scales).repeat(-(-m // len(scales)))[:m, None]
-    weight = 1 + 0.25 * torch.randn(n, generator=generator)
-    kind = TORCH_DTYPES[dtype]
-    return x.to(kind).to(device), weight.to(kind).to(device)
 
 
 def _share_of_rows(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -264,7 +252,7 @@ def _free_scale(
 
 def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[str, str, str]:
     """How a float32 weight is taken; whether ``weight_dtype`` is proven, possible or out ("")."""
-    x, _ = _probe(48, 128, dtype, device, seed=1)
+    x, _ = probe(48, 128, dtype, device, seed=1)
     if dtype == "fp32":
         return "float32 like the input", "", "weight: one dtype only"
     generator = torch.Generator().manual_seed(2)
@@ -299,193 +287,3 @@ def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[st
         return "unlike any candidate", "", f"weight: {line}"
     one = what == "in its own dtype, one rounding"
     return what, "proven" if one else "", f"weight: {line}"
-
-
-# ---- the arithmetic of s
-
-
-_MEANS = {
-    "sum / N": lambda total, n, eps: total / n + eps,
-    "sum * (1/N)": lambda total, n, eps: total * (1 / total.new_tensor(float(n))) + eps,
-    "fma(sum, 1/N, eps)": lambda total, n, eps: (
-        total.double() * (1 / total.new_tensor(float(n))).double() + float(total.new_tensor(eps))
-    ).float(),
-}
-_ROOTS = {
-    "correctly rounded rsqrt": lambda v: v.double().rsqrt().float(),
-    "1 / sqrt": lambda v: 1 / v.double().sqrt().float(),
-    "x / sqrt": lambda v: v.double().sqrt().float(),
-}
-_ASSOCIATIONS = {
-    "(x*s)*w": lambda x, s, w: (x * s) * w,
-    "x*(s*w)": lambda x, s, w: x * (s * w),
-    "(x*w)*s": lambda x, s, w: (x * w) * s,
-}
-
-
-def _finish(recipe: Recipe, x, weight, s, root: str, association: str) -> torch.Tensor:
-    """Outputs from s with one association; ``x / sqrt`` divides where the others multiply."""
-    x32, w = x.float(), weight.float() + recipe.offset
-    inverse = root == "x / sqrt"
-    if recipe.product in ("cast_then_weight", "truncate_twice"):
-        normalised = x32 / s if inverse else x32 * s
-        cut = recipe.product == "truncate_twice"
-        half = truncate_to(normalised, x.dtype) if cut else normalised.to(x.dtype)
-        product = half.float() * w
-    elif inverse:
-        product = (x32 / s) * w if association == "(x*s)*w" else (x32 * w) / s
-    else:
-        product = _ASSOCIATIONS[association](x32, s, w)
-    if recipe.product in ("truncate", "truncate_twice"):
-        return truncate_to(product, x.dtype)
-    return product.to(x.dtype)
-
-
-def _associations(recipe: Recipe, root: str) -> tuple[str, ...]:
-    if recipe.product in ("cast_then_weight", "truncate_twice"):
-        return ("(x*s)*w",)
-    return ("(x*s)*w", "(x*w)*s") if root == "x / sqrt" else tuple(_ASSOCIATIONS)
-
-
-def _arithmetic(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[dict[str, str], str]:
-    """Mean, root and association, by equality of every bit; else how far s is from exact."""
-    if recipe.rstd != "float32" or recipe.product == "bf16_scale":
-        return {}, "arithmetic: hidden behind a rounded scale"
-    # 384 is no power of two, so that dividing and multiplying by 1/N differ
-    x, weight = _probe(6144, 384, dtype, device, seed=3)
-    got = fn(x, weight, EPS)
-    total = x.double().square().sum(-1, keepdim=True).float()
-    alive = []
-    for mean, root in itertools.product(_MEANS, _ROOTS):
-        s = _ROOTS[root](_MEANS[mean](total, x.shape[-1], EPS))
-        for association in _associations(recipe, root):
-            if torch.equal(_finish(recipe, x, weight, s, root, association), got):
-                alive.append((mean, root, association))
-    if alive:
-        keys = ("mean", "root", "association")
-        found = {k: " or ".join(dict.fromkeys(a[i] for a in alive)) for i, k in enumerate(keys)}
-        return found, f"arithmetic: {len(alive)} of 24 candidates give all {got.numel()} bits"
-    return _near(recipe, x, weight, got, total)
-
-
-def _near(recipe: Recipe, x, weight, got, total) -> tuple[dict[str, str], str]:
-    """Whether every row has an s within 4 ulp of float32 that gives its exact bits."""
-    exact = (total.double() / x.shape[-1] + EPS).rsqrt().float()
-    off = torch.full((len(x),), 99, device=x.device)
-    for shift in sorted(range(-4, 5), key=abs, reverse=True):
-        s = (exact.view(torch.int32) + shift).view(torch.float32)
-        for association in _associations(recipe, ""):
-            same = (_finish(recipe, x, weight, s, "", association) == got).all(-1)
-            off = torch.where(same, abs(shift), off)
-    worst, rows = int(off.max()), len(x)
-    if worst <= 4:
-        away = int((off > 0).sum())
-        found = {"root": f"approximate rsqrt: within {worst} ulp of float32"}
-        return found, f"arithmetic: s is off exact in at least {away} of {rows} rows"
-    far = (off == 99).nonzero().flatten()[:32]
-    shifts = torch.arange(-1024, 1025, dtype=torch.int32, device=x.device)[:, None]
-    reached = 0
-    for row, middle, want in zip(x[far], exact[far], got[far], strict=True):
-        scales = (middle.view(torch.int32) + shifts).view(torch.float32)
-        same = (recipe.apply(row.expand(len(scales), -1), scales, weight) == want).all(-1)
-        if not bool(same.any()):
-            found = {"root": "none of these"}
-            return found, "arithmetic: rows have no s within 1024 ulp, though the order fits"
-        reached = max(reached, int(shifts[same].abs().min()))
-    found = {"root": f"approximate, {reached} ulp of float32 off at least"}
-    return found, f"arithmetic: {int((off == 99).sum())} of {rows} rows need s over 4 ulp off"
-
-
-# ---- contraction
-
-
-@cache
-def squares_are_exact(dtype: str) -> bool:
-    """Whether x*x is exact in float32 for every x of a 16-bit dtype whose square is a normal one.
-
-    Checked over all 2**16 bit patterns. Where it holds, fma(x, x, sum) and x*x + sum are the same
-    number: contracting the sum leaves no trace.
-    """
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    x = patterns.view(TORCH_DTYPES[dtype])
-    x = x[x.isfinite()].double()
-    limits = torch.finfo(torch.float32)
-    square = x.square()
-    normal = (square >= limits.smallest_normal) & (square <= limits.max)
-    return bool((square.float().double() == square)[normal].all())
-
-
-def _contraction(fn: Norm, recipe: Recipe, dtype: str, device: str) -> str:
-    """Where FMA contraction shows. An eps of minus the mean, less 8 ulp, magnifies one rounding."""
-    lines = []
-    if dtype != "fp32" and squares_are_exact(dtype):
-        lines.append(f"in the sum no trace is possible (squares of {dtype} are exact in float32)")
-    for label, kind, trial in (
-        ("mean + eps", dtype, _mean_trial),
-        ("sum in float32", "fp32", _sum_trial),
-    ):
-        try:
-            lines.append(f"{label}: {_cancelled(fn, recipe, trial, kind, device)}")
-        except Exception as error:
-            # refusing float32 or an eps below 0 is the callable's right; say so and go on
-            lines.append(f"{label}: not observable ({one_line(error)})")
-    return "; ".join(lines)
-
-
-def _mean_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
-    """Integers, N = 96: divided, multiplied by 1/N, or fma(sum, 1/N, eps)."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(1, 128, (1, 96), generator=generator).float()
-    total = x.square().sum()
-    third = torch.tensor(1 / 96)
-    plain = total * third
-    ulp = float(torch.nextafter(plain, plain * 2) - plain)
-    eps = -(float(plain) - 8 * ulp)
-    return (
-        x,
-        {
-            "divided": float(total / 96) + eps,
-            "multiplied by 1/N": float(plain) + eps,
-            "contracted": float(total.double() * third.double()) + eps,
-        },
-        eps,
-    )
-
-
-def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
-    """Two float32 elements: both squares rounded, or one kept whole by an fma."""
-    generator = torch.Generator().manual_seed(seed)
-    x = 1 + torch.rand(1, 2, generator=generator)
-    whole = x.double().square()[0]
-    a, b = (float(v) for v in whole)
-    fa, fb = (float(v) for v in whole.float())
-
-    def total(value: float) -> float:
-        return float(torch.tensor(value, dtype=torch.float64).float()) / 2
-
-    plain = total(fa + fb)
-    eps = -(plain - 8 * 2.0**-23)
-    return (
-        x,
-        {
-            "not contracted": plain + eps,
-            "contracted": total(fa + b) + eps,
-            "contracted, other way round": total(a + fb) + eps,
-            "sum in float64": (a + b) / 2 + eps,
-        },
-        eps,
-    )
-
-
-def _cancelled(fn: Norm, recipe: Recipe, trial: Callable, kind: str, device: str) -> str:
-    """Which of a trial's variants gives the observed size of y, over 24 seeds."""
-    alive = None
-    for seed in range(24):
-        x, variants, eps = trial(seed)
-        x = x.to(TORCH_DTYPES[kind]).to(device)
-        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=device) - recipe.offset
-        got = fn(x, weight, eps).double()
-        seen = float((x.double() / got).square().mean())
-        fits = {k for k, v in variants.items() if v > 0 and abs(seen / v - 1) < 0.02}
-        alive = fits if alive is None else alive & fits
-    return " or ".join(sorted(alive)) if alive else "none of these"

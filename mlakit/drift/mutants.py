@@ -180,19 +180,14 @@ def _q_statistics_for_k(q, q_weight, q_eps, k, k_weight, k_eps):
 
 def _as_if_packed(x):
     """x read with a row stride of its width, as a kernel that ignores the stride would."""
-    flat = x.as_strided((x.shape[0] * x.stride(0),), (1,)) if x.shape[0] > 1 else x.flatten()
-    return flat[: x.numel()].view(x.shape)
+    if x.ndim != 2 or x.shape[0] < 2 or x.stride(0) < x.shape[1]:
+        return x
+    return x.as_strided(x.shape, (x.shape[1], 1))
 
 
 def _stride_ignored(q, q_weight, q_eps, k, k_weight, k_eps):
-    if q.ndim != 2 or k.ndim != 2 or q.stride(0) < q.shape[1] or k.stride(0) < k.shape[1]:
-        return _pair(_round_once)(q, q_weight, q_eps, k, k_weight, k_eps)
-    # the last row of k would end beyond the buffer; only what is inside it is misread
-    q_read = _as_if_packed(q[:-1]) if q.shape[0] > 1 else q
-    k_read = _as_if_packed(k[:-1]) if k.shape[0] > 1 else k
-    q_all, k_all = q.clone(), k.clone()
-    q_all[: len(q_read)], k_all[: len(k_read)] = q_read, k_read
-    return _pair(_round_once)(q_all, q_weight, q_eps, k_all, k_weight, k_eps)
+    q, k = _as_if_packed(q), _as_if_packed(k)
+    return _pair(_round_once)(q, q_weight, q_eps, k, k_weight, k_eps)
 
 
 def _rope_included(q, q_weight, q_eps, k, k_weight, k_eps):

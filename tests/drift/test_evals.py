@@ -117,6 +117,8 @@ def test_a_pair_of_throughputs_cannot_be_judged():
     assert judged.verdict == "no samples, no verdict"
     assert judged.z is None
     assert judged.difference == pytest.approx(0.00799, abs=1e-5)
+    assert significance(90.12, 90.84) == judged
+    assert json.loads(json.dumps(judged.to_json()))["verdict"] == judged.verdict
 
 
 def test_throughput_samples_are_judged():

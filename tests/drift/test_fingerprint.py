@@ -1,0 +1,139 @@
+"""Every mutant and every real implementation at hand gets its own name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mlakit.drift.arithmetic import squares_are_exact
+from mlakit.drift.fingerprint import fingerprint, first_of_pair, second_of_pair
+from mlakit.drift.mutants import ROUNDING_MUTANTS
+from mlakit.rounding import ROUNDINGS, Recipe
+
+
+@pytest.mark.parametrize("name", ROUNDING_MUTANTS)
+def test_mutants_are_named(name):
+    norm, want = ROUNDING_MUTANTS[name]
+    assert fingerprint(norm).names == {want}
+
+
+def test_there_are_enough_mutants():
+    assert len({want for _, want in ROUNDING_MUTANTS.values()}) >= 12
+
+
+def test_torch_rms_norm():
+    found = fingerprint(lambda x, w, eps: F.rms_norm(x, w.shape, w, eps))
+    assert found.names == {"round_once"}
+    assert "divided" in found.details["contraction"]
+    assert "1 / sqrt" in found.details["root"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("llama", "LlamaRMSNorm"), ("deepseek_v3", "DeepseekV3RMSNorm")],
+)
+def test_transformers_norms(module, name):
+    path = f"transformers.models.{module}.modeling_{module}"
+    kind = getattr(pytest.importorskip(path), name)
+
+    def norm(x, weight, eps):
+        layer = kind(x.shape[-1], eps=eps)
+        layer.weight.data = weight
+        return layer(x)
+
+    found = fingerprint(norm)
+    assert found.names == {"cast_then_weight"}
+    assert "so is the output" in found.details["weight"]
+
+
+def test_pairs_are_taken_apart():
+    def pair(q, q_weight, q_eps, k, k_weight, k_eps):
+        return (
+            ROUNDINGS["truncate"].formula(q, q_weight, q_eps),
+            ROUNDINGS["cast_then_weight"].formula(k, k_weight, k_eps),
+        )
+
+    assert fingerprint(first_of_pair(pair)).names == {"truncate"}
+    assert fingerprint(second_of_pair(pair)).names == {"cast_then_weight"}
+    assert fingerprint(pair).names == {"truncate"}
+
+
+def test_refused_float32_weights_leave_two_names():
+    def norm(x, weight, eps):
+        if weight.dtype != x.dtype:
+            raise TypeError("one dtype, please")
+        return ROUNDINGS["cast_then_weight"].formula(x, weight, eps)
+
+    found = fingerprint(norm)
+    assert found.names == {"cast_then_weight", "weight_dtype"}
+    assert "refused" in found.text
+
+
+def test_float32_names_the_whole_set():
+    found = fingerprint(lambda x, w, eps: F.rms_norm(x, w.shape, w, eps), dtype="fp32")
+    assert {"round_once", "cast_then_weight", "truncate"} <= found.names
+    assert "rounding to float32 changes nothing" in found.text
+
+
+def test_contraction_is_seen_where_it_can_be():
+    def fused(x, weight, eps):
+        """mean + eps as one fma; both squares of a float32 pair rounded but one."""
+        x32 = x.float()
+        n = x.shape[-1]
+        if x.dtype == torch.float32 and n == 2:
+            wide = x.double()
+            total = (wide[:, :1].float().square().double() + wide[:, 1:].square()).float()
+        else:
+            total = x32.square().sum(-1, keepdim=True)
+        third = torch.tensor(1.0) / n
+        variance = (total.double() * third.double() + eps).float()
+        return (x32 * (1 / variance.sqrt()) * weight.float()).to(x.dtype)
+
+    found = fingerprint(fused).details["contraction"]
+    assert "mean + eps: contracted" in found
+    assert "sum in float32: contracted" in found
+
+
+def test_squares_of_16_bit_floats_are_exact_in_float32():
+    assert squares_are_exact("bf16")
+    assert squares_are_exact("fp16")
+    # significands of bf16 have 8 bits, of fp16 11: their squares need at most float32's 24
+    assert max(n * n for n in range(2**7, 2**8)) < 2**24
+    assert max(n * n for n in range(2**10, 2**11)) < 2**24
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w, eps: torch.zeros_like(x),
+        lambda x, w, eps: x.clone(),
+        lambda x, w, eps: F.layer_norm(x.float(), w.shape, w.float(), None, eps).to(x.dtype),
+        lambda x, w, eps: (ROUNDINGS["round_once"].formula(x, w, eps).float() * 1.02).to(x.dtype),
+    ],
+)
+def test_what_is_none_of_these_is_called_so(norm):
+    found = fingerprint(norm)
+    assert found.names == frozenset()
+    assert found.text.startswith("none of these")
+
+
+def test_what_raises_is_reported():
+    def broken(x, w, eps):
+        raise RuntimeError("no such kernel")
+
+    assert "no such kernel" in fingerprint(broken).text
+    assert "returned" in fingerprint(lambda x, w, eps: x[:1]).text
+
+
+def test_fp16_too():
+    for name in ("round_once", "cast_then_weight", "bf16_rstd", "eps_outside"):
+        assert fingerprint(ROUNDINGS[name].formula, dtype="fp16").names == {name}
+
+
+def test_every_recipe_without_approximation_names_itself():
+    for recipe in (
+        Recipe(rstd="bf16_rstd", product="cast_then_weight"),
+        Recipe(rstd="bf16_rstd", product="truncate", offset=1),
+        Recipe("bf16_mean"),
+        Recipe(eps="eps_clamped", product="cast_then_weight"),
+    ):
+        assert fingerprint(recipe).names == {recipe.name}
