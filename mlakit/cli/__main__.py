@@ -1,0 +1,5 @@
+"""``python -m mlakit.cli``."""
+
+from mlakit.cli import main
+
+main()

@@ -1,0 +1,132 @@
+"""The command line's own things: the app, printing, and errors as one line.
+
+Every command returns a code of ``mlakit.errors.ExitCode``. A user's mistake ends with one line on
+standard error and exit code 2, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from mlakit.errors import ExitCode, MisuseError, RefusedError
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Which kernel path should run the QK RMSNorm step of MLA here, how fast is it, "
+    "how far does it drift, and is it worth it?",
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Arch = Annotated[
+    list[str] | None,
+    typer.Option("--arch", "-a", help="An arch, or several with commas: cpu,gfx950."),
+]
+
+
+_UsageError = typer.BadParameter.__mro__[2]
+"""click's own base error; recent typers carry a copy of click, so it is reached through typer."""
+
+
+def main() -> None:
+    """Run the command line and exit with the command's code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(sys.argv[1:] or ["--help"], "mlakit", standalone_mode=False)
+    except (MisuseError, RefusedError) as error:
+        code = complain(str(error))
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        see = f"; see: {context.command_path} --help" if context else ""
+        code = complain(error.format_message().rstrip(".") + see)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        code = complain(f"{error.filename or error}: {error.strerror or 'not there'}")
+    except (KeyboardInterrupt, typer.Abort):
+        code = complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = ExitCode.OK
+    sys.exit(int(code or 0))
+
+
+def complain(text: str, code: int = ExitCode.MISUSE) -> int:
+    print(f"mlakit: {text}", file=sys.stderr)
+    return code
+
+
+def split(values: list[str] | None) -> list[str]:
+    """``["a,b", "c"]`` as ``["a", "b", "c"]``."""
+    return [v.strip() for text in values or [] for v in text.split(",") if v.strip()]
+
+
+def whole(values: list[str]) -> list[int]:
+    from mlakit.sweep.grid import whole
+
+    return [whole(v) for v in values]
+
+
+def print_rows(rows: list[dict], title: str, as_json: bool = False) -> None:
+    """Rows as a table on a terminal, as tab-separated lines elsewhere, or as JSON."""
+    from mlakit.report.show import number
+
+    if as_json:
+        print(json.dumps(rows, indent=1, default=str))
+        return
+    columns = list(rows[0]) if rows else []
+    if not sys.stdout.isatty():
+        print("\t".join(columns))
+        for row in rows:
+            print("\t".join(number(row[c]).replace("\n", " ") for c in columns))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(number(row[c]) for c in columns))
+    Console().print(table)
+
+
+def line(text: str) -> None:
+    """One plain line of progress, never in the way of what a command prints."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def given(**options) -> dict:
+    """The options that were given: without None and empty lists."""
+    return {k: v for k, v in options.items() if v not in (None, "", [], ())}
+
+
+def progress():
+    """Progress for a sweep: a bar on a terminal, one plain line a cell elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda done, total, cell, words: line(
+            f"[{done}/{total}] {cell.arch} {cell.widths} M={cell.m} {cell.dtype}: {words}"
+        )
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("measuring", total=None)
+    bar.start()
+
+    def told(done: int, total: int, cell, words: str) -> None:
+        text = f"{cell.arch} {cell.widths} M={cell.m}: {words}"
+        bar.update(task, completed=done, total=total, description=text)
+        if done == total:
+            bar.stop()
+
+    return told

@@ -1,0 +1,126 @@
+"""Commands that judge: runs against runs, kernels against float64, scores against chance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlakit.archs import default_device
+from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
+from mlakit.errors import ExitCode
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
+
+
+@app.command(epilog="Example: mlakit compare runs/A runs/B --baseline runs/pinned")
+def compare(
+    a: Annotated[str, typer.Argument(help="A run's folder, or a recorded file: the old one.")],
+    b: Annotated[str, typer.Argument(help="The new one.")],
+    baseline: Annotated[str, typer.Option(help="Also against this pinned run.")] = "",
+    smallest: Annotated[float, typer.Option(help="Smallest effect of interest.")] = 0.03,
+    markdown: Annotated[str, typer.Option(help="Also write Markdown to this file.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Faster, slower, same or uncertain, a verdict per path and cell; 1 on a regression."""
+    from mlakit.report.compare import compare as judge
+
+    result = judge(a, b, smallest=smallest, baseline=baseline or None)
+    if markdown:
+        Path(markdown).write_text(result.to_markdown(), encoding="utf-8")
+    print(result.to_json() if as_json else result.to_markdown())
+    return result.exit_code
+
+
+@app.command(epilog="Example: mlakit drift --arch cpu --batch 257 --model DeepSeek-V3")
+def drift(
+    arch: Arch = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")] = None,
+    hidden: Annotated[list[str] | None, typer.Option(help="q+kv widths, with commas.")] = None,
+    batch: Annotated[list[str] | None, typer.Option("--batch", "-m", help="Rows M.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")] = None,
+    quant: Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
+    out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    as_json: Json = False,
+) -> int:
+    """How far each path drifts from float64: rounding share, ulps, signed bias."""
+    from mlakit.report import chapters
+    from mlakit.sweep import run, store
+    from mlakit.sweep.spec import SweepSpec
+
+    lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch or ["257"]}
+    lists |= {"dtypes": dtype, "quants": quant, "paths": path}
+    asked = SweepSpec.parse(
+        given(**{k: split(v) for k, v in lists.items()}, seed=seed) | {"measure": ["accuracy"]}
+    )
+    done = run.run_asked(asked.expand_values(), store.new_run_dir(out), asked.options(), progress())
+    rows = store.read_rows(done.run_dir, "accuracy")
+    judged = rows[rows["share_correct"].notna()]
+    print_rows(judged[["arch", "m", *chapters.DRIFT_COLUMNS]].to_dict("records"), "drift", as_json)
+    if not as_json:
+        for name, part in rows.groupby("arch", sort=False):
+            print("\n".join(chapters.drift_verdict(part, name)))
+        print(done.run_dir)
+    return done.exit_code
+
+
+@app.command(epilog="Example: mlakit fingerprint cpu_fused")
+def fingerprint(
+    target: Annotated[str, typer.Argument(help="A path's name, or module:function.")],
+    device: Device = "",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    as_json: Json = False,
+) -> None:
+    """Which rounding order a norm uses, by experiments that tell the candidates apart."""
+    from mlakit.drift.audit import load_target
+    from mlakit.drift.fingerprint import fingerprint as name_it
+
+    found = name_it(load_target(target), device=device or default_device(), dtype=dtype)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+        return
+    print(f"{target}: {found.name}")
+    print(found.text)
+    for finding in found.evidence:
+        print(f"  {finding}")
+
+
+@app.command(epilog="Example: mlakit audit torch_rms_norm; mlakit audit mypackage.kernels:fused")
+def audit(
+    target: Annotated[str, typer.Argument(help="A path's name, or module:function.")],
+    device: Device = "",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    as_json: Json = False,
+) -> int:
+    """A report card of anyone's fused QK norm; exit code 1 if a line fails."""
+    from mlakit.drift.audit import audit as examine
+
+    card = examine(target, device=device or default_device(), dtype=dtype)
+    print(json.dumps(card.to_json(), indent=1) if as_json else card.text)
+    return ExitCode.OK if card.ok else ExitCode.REGRESSION
+
+
+@app.command(epilog="Example: mlakit significance --a 0.928 --b 0.935 --n 1319")
+def significance(
+    a: Annotated[str, typer.Option(help="Accuracy, correct answers, or a per-question file.")],
+    b: Annotated[str, typer.Option(help="The same of the other side.")] = "",
+    n: Annotated[int, typer.Option(help="Questions; needed unless a and b are files.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Is the difference between two evaluation results real?"""
+    from mlakit.drift.evals import significance as judge
+
+    answer = judge(figure(a), figure(b) if b else None, n or None)
+    print(json.dumps(answer.to_json(), indent=1) if as_json else answer.text)
+
+
+def figure(text: str) -> float | int | str:
+    """A number where ``text`` is one, else the path of a file."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,207 @@
+"""Commands that measure: sweeps, reports, runs, and files for others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlakit.archs import check as check_arch
+from mlakit.archs import here
+from mlakit.cli.base import Arch, Json, app, given, line, print_rows, progress, split, whole
+from mlakit.errors import ExitCode, MisuseError, unknown
+
+
+@app.command(epilog="Example: mlakit sweep --arch cpu --batch 1,64,1024 --model DeepSeek-V3,GLM-5")
+def sweep(
+    preset: Annotated[str, typer.Option(help="quick or qk-norm.")] = "",
+    spec: Annotated[str, typer.Option(help="A YAML, TOML or JSON file of the same options.")] = "",
+    arch: Arch = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")] = None,
+    hidden: Annotated[
+        list[str] | None, typer.Option(help="q+kv widths, with commas: 1536+512.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")] = None,
+    quant: Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="split, contiguous.")] = None,
+    clock: Annotated[list[str] | None, typer.Option(help="cpu, graph, kernel, eager.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="cold, hot.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
+    measure: Annotated[list[str] | None, typer.Option(help="timing, accuracy.")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="Seconds of sampling a cell.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Seconds a cell may take in all.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
+    out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    resume: Annotated[str, typer.Option(help="Go on with the run in this folder.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Resume in another environment.")] = False,
+    retry: Annotated[
+        list[str] | None, typer.Option(help="With --resume: statuses to redo.")
+    ] = None,
+    every_device: Annotated[bool, typer.Option("--every-device", help="All GPUs.")] = False,
+) -> int:
+    """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
+    from mlakit.report import chapters
+    from mlakit.sweep import run, store
+    from mlakit.sweep.spec import SweepSpec
+
+    if resume:
+        chapters.require_run(resume)
+        done = run.run_sweep(
+            None,
+            resume,
+            measure=store.show_run(resume)["measure"],
+            force=force,
+            retry=split(retry),
+            progress=progress(),
+            every_device=every_device,
+        )
+    else:
+        lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch}
+        lists |= {"dtypes": dtype, "quants": quant, "layouts": layout, "clocks": clock}
+        lists |= {"caches": cache, "paths": path, "measure": measure}
+        chosen = given(**{k: split(v) for k, v in lists.items()}, preset=preset, seed=seed)
+        chosen |= given(budget_s=budget_s, time_limit_s=time_limit_s)
+        asked = (
+            SweepSpec.load(spec, **chosen)
+            if spec
+            else SweepSpec.parse(chosen or {"preset": "quick"})
+        )
+        options = asked.options() | {"every_device": every_device}
+        done = run.run_asked(asked.expand_values(), store.new_run_dir(out), options, progress())
+    print_speed(done.run_dir)
+    print(done)
+    print(done.run_dir)
+    return done.exit_code
+
+
+def print_speed(run_dir: str) -> None:
+    """The table of a sweep: microseconds a path and batch, and the headline ratio."""
+    from mlakit.report import chapters
+    from mlakit.sweep.store import read_rows
+
+    frame = read_rows(run_dir, "timing")
+    table = chapters.speed_table(frame)
+    if table:
+        print_rows(table, "median microseconds per call; x: times as fast as the best unfused path")
+    rest = chapters.not_run(frame)
+    if len(rest):
+        print_rows(rest.to_dict("records"), "without a figure")
+
+
+@app.command(epilog="Example: mlakit report --arch cpu,gfx950 --model DeepSeek-V3 --batch 1,64")
+def report(
+    arch: Arch = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Models, or q+kv widths.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    policy: Annotated[str, typer.Option(help="The rule to explain.")] = "mlakit",
+    notebook: Annotated[
+        list[str] | None, typer.Option(help="Only these, for example 02_speed.")
+    ] = None,
+    budget_s: Annotated[float, typer.Option(help="Seconds of sampling a cell.")] = 4.0,
+    cell_limit_s: Annotated[float, typer.Option(help="Seconds a cell may take.")] = 300.0,
+    run_limit_s: Annotated[float, typer.Option(help="Seconds a notebook may take.")] = 900.0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Notebooks at once.")] = 2,
+    out: Annotated[
+        str, typer.Option(help="The folder that the report's folder goes into.")
+    ] = "runs",
+) -> int:
+    """Measure this machine, run the notebooks, write an offline HTML folder; prints its page."""
+    from mlakit.report import build
+
+    names = split(notebook)
+    for name in names:
+        if name not in build.NOTEBOOKS:
+            raise unknown("notebook", name, build.NOTEBOOKS)
+    chosen = given(
+        archs=tuple(dict.fromkeys(check_arch(a) for a in split(arch))),
+        models=tuple(split(model)),
+        batches=tuple(whole(split(batch))),
+        notebooks=tuple(names),
+    )
+    options = build.Options(
+        dtype=dtype,
+        policy=policy,
+        seed=seed,
+        budget_s=budget_s,
+        cell_limit_s=cell_limit_s,
+        run_limit_s=run_limit_s,
+        jobs=jobs,
+        **chosen,
+    )
+    done = build.build(options, out, line)
+    for name, sentences in done.verdicts.items():
+        print(f"{name}:")
+        for sentence in sentences:
+            print(f"  {sentence}")
+    print(f"status: {done.status}")
+    print(done.index)
+    return done.exit_code
+
+
+@app.command(epilog="Example: mlakit runs --prune 20")
+def runs(
+    root: Annotated[str, typer.Argument(help="The folder of runs.")] = "runs",
+    show: Annotated[str, typer.Option(help="Show this run: its record and its rows.")] = "",
+    prune: Annotated[int | None, typer.Option(help="Delete all but the newest N.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs in a folder, show one, or delete old ones."""
+    from mlakit.sweep import store
+
+    if show:
+        record = store.show_run(Path(root) / show)
+        print(json.dumps({k: v for k, v in record.items() if k != "cells"}, indent=1))
+        for kind in record["measure"]:
+            if kind == "timing":
+                print_speed(str(Path(root) / show))
+    elif prune is not None:
+        gone = store.prune(root, keep=prune)
+        print(f"deleted {len(gone)} runs" + (f": {', '.join(gone)}" if gone else ""))
+    else:
+        print_rows(store.list_runs(root).to_dict("records"), f"runs in {root}", as_json)
+
+
+@app.command(epilog="Example: mlakit record --out .")
+def record(
+    out: Annotated[str, typer.Option(help="The folder that the file goes into.")] = ".",
+    keep: Annotated[str, typer.Option(help="The folder that the run itself goes into.")] = "runs",
+) -> int:
+    """Measure the standard grid on the card that is here and write one file to contribute."""
+    from mlakit.report import contribute
+    from mlakit.sweep import run, store
+
+    folder = Path(out)
+    if not folder.is_dir():
+        raise MisuseError(f"no folder {out}: name one that is there")
+    arch = here()[0]
+    done = run.run_sweep(contribute.cells(arch), store.new_run_dir(keep), progress=progress())
+    print(done)
+    if done.exit_code not in (ExitCode.OK, ExitCode.FAILED):
+        return done.exit_code
+    file = folder / contribute.file_name(done.run_dir)
+    print(contribute.pack(done.run_dir, file))
+    return done.exit_code
+
+
+@app.command(epilog="Example: mlakit ingest mi300x-2026-12-01.parquet")
+def ingest(
+    file: Annotated[str, typer.Argument(help="A file that `mlakit record` wrote.")],
+    into: Annotated[str, typer.Option(help="Instead of data/recorded.")] = "",
+) -> None:
+    """Check a contribution and file it, or refuse it with the reason."""
+    from mlakit.report import contribute
+
+    print(contribute.ingest(file, into or None))
