@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from mlakit.datafiles import data_dir
 from mlakit.errors import ExitCode, MisuseError
-from mlakit.records import TIMING_COLUMNS
-from mlakit.report.compare import KEY, Source, compare
+from mlakit.records import CONTROLS, TIMING_COLUMNS
+from mlakit.report.compare import KEY, Source, compare, load
 
 N = 100
 
@@ -145,3 +146,49 @@ def test_refusals():
     b.rows["device"] = "another card"
     with pytest.raises(MisuseError, match="another card"):
         compare(a, b)
+
+
+RECORDED = sorted((data_dir() / "recorded").glob("*/*-samples.parquet"))
+
+
+def resampled(source, name, cells, seed, *, factor=1.0, n=200):
+    """A run of ``cells`` cells drawn from recorded ones: blocks of rounds, all lanes together."""
+    rng = np.random.default_rng(seed)
+    good = source.rows[source.rows.status == "ok"]
+    groups = [g for _, g in good.groupby("cell_id") if len(g) > 2]
+    rows, samples = [], {}
+    for i in range(cells):
+        group = groups[i % len(groups)]
+        lanes = {
+            r.path_requested: source.samples_us[r.cell_id, r.path_requested]
+            for r in group.itertuples()
+        }
+        rounds = min(len(v) for v in lanes.values())
+        block = max(1, rounds // 10)
+        starts = rng.integers(0, rounds, -(-n // block))
+        index = (starts[:, None] + np.arange(block)).ravel()[:n] % rounds
+        for row in group.to_dict("records"):
+            path = row["path_requested"]
+            scale = factor if path not in CONTROLS else 1.0
+            samples[f"r{i}", path] = np.asarray(lanes[path])[index] * scale
+            rows.append(row | {"cell_id": f"r{i}", "layout": f"{row['layout']} {i}"})
+    return Source(name, pd.DataFrame(rows), samples)
+
+
+def recorded_experiment(file, cells, changed):
+    """As ``experiment``, on a recorded run; rows are counted, a cell has one a path."""
+    source = load(file.with_name(file.name.replace("-samples", "")))
+    same = compare(resampled(source, "A", cells, 1), resampled(source, "B", cells, 2))
+    slower = compare(
+        resampled(source, "A", changed, 3), resampled(source, "B", changed, 4, factor=1.05)
+    )
+    false = same.counts["slower"] + same.counts["faster"]
+    return false, slower.counts["slower"], len(slower.changes)
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda f: f.stem)
+def test_recorded_samples_resampled_give_no_false_verdict(file):
+    false, found, rows = recorded_experiment(file, 150, 40)
+    assert false == 0
+    if not file.parent.name.startswith("cpu"):
+        assert found >= 0.99 * rows
