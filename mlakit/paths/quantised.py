@@ -49,7 +49,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.encoding is not None:
             fp8.encoding(self.encoding)
-        mxfp4.scale_of(torch.zeros(1), self.rule)
+        if self.rule not in mxfp4.RULES:
+            raise unknown("E8M0 scale rule", self.rule, mxfp4.RULES)
 
 
 DEFAULT = Options()

@@ -12,6 +12,7 @@ PATH = Path(
     supports=partial(refusal_in, quant="fp8_token"),
     rounding="round_once",
     launches=1,
+    timed=False,
     output="fp8_token",
     fused=True,
 )

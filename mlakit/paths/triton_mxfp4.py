@@ -12,6 +12,7 @@ PATH = Path(
     supports=partial(refusal_in, quant="mxfp4"),
     rounding="round_once",
     launches=1,
+    timed=False,
     output="mxfp4",
     fused=True,
 )

@@ -5,24 +5,32 @@ The knobs are ``triton_config.Config``'s; pure functions choose and check them, 
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import product
 
 import torch
 
 from mlakit import archs
 from mlakit.context import Context
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, RefusedError
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths import checks, quantised, triton_config
+from mlakit.paths import checks, interpreter, quantised, triton_config, triton_fused
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
+from mlakit.paths.triton_fused import DTYPE_NAMES, _Ready, _start
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
 MANY_ROWS = 4096
+"""rows above which bandwidth, not latency, is what counts"""
+KERNEL = "mlakit.paths.triton_quant_kernels:norm_and_quantise"
+ARGUMENTS = (
+    *"q q_weight values scales unquantised k k_weight k_out".split(),
+    *"q_stride k_stride scale_row_stride scale_group_stride m scale_rows q_eps k_eps".split(),
+)
 CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def heuristic(
@@ -149,12 +157,17 @@ def kernel_signature(
     q_width: int,
     k_width: int,
     dtype: str = "bf16",
+    weight_dtypes: tuple[str, str] | None = None,
     *,
     encoding: fp8.Encoding | None = None,
     options: Options = DEFAULT,
     normalise: bool = True,
+    aligned: bool = True,
 ) -> tuple[object, dict[str, str], dict[str, object], dict[tuple[int], list], dict[str, object]]:
-    """What ``triton.compile`` needs, as ``triton_kernels.kernel_signature`` returns it."""
+    """What ``triton.compile`` needs, as ``triton_kernels.kernel_signature`` returns it.
+
+    ``aligned``: all pointers start on 16 bytes, and row strides are multiples of 16 elements.
+    """
     from mlakit.paths.triton_quant_kernels import norm_and_quantise
 
     if encoding is None and quant != "mxfp4":
@@ -163,24 +176,27 @@ def kernel_signature(
         quant, config, arch, q_width, k_width, dtype,
         encoding=encoding, options=options, normalise=normalise,
     )  # fmt: skip
-    names = "q q_weight values scales unquantised k k_weight k_out".split()
-    pointers = {n: f"*{dtype}" for n in names}
-    pointers["values"] = f"*{CASTS[encoding.name]}" if casts(arch, encoding) else "*u8"
-    pointers["scales"] = "*u8" if quant == "mxfp4" else "*fp32"
-    strides = dict.fromkeys(("q_stride", "k_stride", "scale_row_stride"), "i32")
+    q_weight, k_weight = weight_dtypes or (dtype, dtype)
     signature = {
-        **pointers,
-        **strides,
-        "scale_group_stride": "i32",
+        "q": f"*{dtype}",
+        "q_weight": f"*{q_weight}",
+        "values": f"*{CASTS[encoding.name]}" if casts(arch, encoding) else "*u8",
+        "scales": "*u8" if quant == "mxfp4" else "*fp32",
+        "unquantised": f"*{dtype}",
+        "k": f"*{dtype}",
+        "k_weight": f"*{k_weight}",
+        "k_out": f"*{dtype}",
+        "q_stride": "i64",
+        "k_stride": "i64",
+        "scale_row_stride": "i64",
+        "scale_group_stride": "i64",
         "m": "i32",
         "scale_rows": "i32",
         "q_eps": "fp64",
         "k_eps": "fp64",
         **dict.fromkeys(chosen, "constexpr"),
     }
-    order = list(signature)
-    divisible = [*pointers, "q_stride", "k_stride"]
-    attrs = {(order.index(n),): [["tt.divisibility", 16]] for n in divisible}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
     return norm_and_quantise, signature, chosen, attrs, {"num_warps": config.num_warps}
 
 
@@ -188,8 +204,6 @@ def refusal_in(context: Context, quant: str) -> str | None:
     """Why the Triton paths cannot deliver ``quant`` in ``context``, or None."""
     if "triton" not in context.packages:
         return "triton is not installed"
-    if context.vendor == "cpu":
-        return "needs a GPU: on a CPU Triton only interprets, which checks and never times"
     if context.layout == "inner_strided":
         return "inner stride is not 1"
     reason = quantised.refusal_in(context, quant)
@@ -225,8 +239,6 @@ def unfused(
 
     So q is rounded before its scale is taken, unlike in ``fused``. Raises as ``fused`` does.
     """
-    from mlakit.paths import triton_fused
-
     quantised_q, k_out = out or (quantised.empty(quant, q, options), k.new_empty(k.shape))
     normed = quantised_q.unquantised
     normed = q.new_empty(q.shape) if normed is None else normed
@@ -244,27 +256,92 @@ def quantise(quant, y, out: QuantisedQ, options=DEFAULT, config=None) -> Quantis
 def _launch(
     quant, q, q_weight, q_eps, k, k_weight, k_eps, out, k_out, options, config, normalise
 ) -> None:
-    from mlakit.paths.triton_quant_kernels import norm_and_quantise
-
-    m, q_width = q.shape
+    if find_spec("triton") is None:
+        raise RefusedError("a Triton path needs triton: pip install 'mlakit[triton]', not on ROCm")
+    m = q.shape[0]
     if m == 0:
         return
     if not (out.values.is_contiguous() and k_out.is_contiguous()):
         raise MisuseError("out's values and k are written as contiguous rows: give such tensors")
-    arch = archs.devices()[q.device.index or 0].arch if q.is_cuda else "cpu"
-    dtype, k_width = DTYPES[q.dtype], k.shape[1]
-    encoding = next((e for e in fp8.ENCODINGS.values() if e.dtype is out.values.dtype), None)
-    config = config or heuristic(quant, arch, m, q_width, k_width, dtype)
+    arch = "cpu" if q.device.type == "cpu" else archs.devices()[q.get_device()].arch
+    widths, dtype = (q.shape[1], k.shape[1]), DTYPE_NAMES[q.dtype]
+    config = config or heuristic(quant, arch, m, *widths, dtype)
+    shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
+    scale = out.scale if shuffled else quantised.plain_scale(quant, out, options)
+    unquantised = q if out.unquantised is None or not normalise else out.unquantised
+    tensors = (q, q_weight, out.values, out.scale, unquantised, k, k_weight, k_out)
+    numbers = (q.stride(0), k.stride(0), *scale.stride(), m, out.scale.shape[0], q_eps, k_eps)
+    encoding = _ENCODING_OF.get(out.values.dtype)
+    if arch == "cpu":
+        _interpret(quant, config, tensors, numbers, encoding, options, normalise)
+        return
+    pointers = [t.data_ptr() for t in tensors]
+    aligned = not any(x & 15 for x in (*pointers, q.stride(0), k.stride(0)))
+    weights = DTYPE_NAMES[q_weight.dtype], DTYPE_NAMES[k_weight.dtype]
+    ready = _prepare(
+        quant, config, q.get_device(), m, out.scale.shape[0], *widths, dtype, weights,
+        encoding, options, normalise, aligned and not any(s & 15 for s in scale.stride()),
+    )  # fmt: skip
+    _start(ready, *pointers, *numbers)
+
+
+_ENCODING_OF = {e.dtype: e for e in fp8.ENCODINGS.values()}
+
+
+@lru_cache(maxsize=1024)
+def _prepare(
+    quant, config, device, m, scale_rows, q_width, k_width, dtype, weights, encoding, options,
+    normalise, aligned,
+) -> _Ready:  # fmt: skip
+    from triton import knobs
+
+    with torch.cuda.device(device):
+        kernel = _compile(
+            quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise,
+            aligned,
+        )  # fmt: skip
+        return _Ready(
+            device=device,
+            grid=programs(config, m, scale_rows, normalise),
+            run=kernel.run,
+            kernel=kernel,
+            function=kernel.function,
+            packed=kernel.packed_metadata,
+            hooks=knobs.runtime,
+            strides=(),
+            constants=tuple(kernel.src.constants.values()),
+        )
+
+
+@cache
+def _compile(
+    quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise, aligned
+):
+    """The kernel compiled for, and loaded on, the current device."""
+    import triton
+    from triton.compiler import ASTSource
+
+    function, signature, constexprs, attrs, knobs = kernel_signature(
+        quant, config, archs.devices()[device].arch, q_width, k_width, dtype, weights,
+        encoding=encoding, options=options, normalise=normalise, aligned=aligned,
+    )  # fmt: skip
+    return triton.compile(
+        ASTSource(function, signature, constexprs, attrs),
+        target=triton.runtime.driver.active.get_current_target(),
+        options=knobs,
+    )
+
+
+def _interpret(quant, config, tensors, numbers, encoding, options, normalise) -> None:
+    """The same kernel on CPU tensors, in the interpreter's process: correctness only."""
+    q, k = tensors[0], tensors[5]
     chosen = constants(
-        quant, config, arch, q_width, k_width, dtype,
+        quant, config, "cpu", q.shape[1], k.shape[1], DTYPE_NAMES[q.dtype],
         encoding=encoding, options=options, normalise=normalise,
     )  # fmt: skip
-    scale = quantised.plain_scale(quant, out, options) if not chosen["SHUFFLED"] else out.scale
-    scale_rows = out.scale.shape[0]
-    values = out.values if casts(arch, encoding) else out.values.view(torch.uint8)
-    unquantised = out.unquantised if chosen["UNQUANTISED"] else q
-    norm_and_quantise[(programs(config, m, scale_rows, normalise),)](
-        q, q_weight, values, scale, unquantised, k, k_weight, k_out,
-        q.stride(0), k.stride(0), *scale.stride(), m, scale_rows, q_eps, k_eps,
-        **chosen, num_warps=config.num_warps,
-    )  # fmt: skip
+    arguments = dict(zip(ARGUMENTS, (*tensors, *numbers), strict=True))
+    arguments["values"] = arguments["values"].view(torch.uint8)
+    written = {"values", "scales"} | ({"k_out"} if normalise else set())
+    written |= {"unquantised"} if chosen["UNQUANTISED"] else set()
+    grid = programs(config, q.shape[0], numbers[5], normalise)
+    interpreter.launch(KERNEL, grid, {**arguments, **chosen}, written)

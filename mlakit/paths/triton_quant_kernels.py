@@ -17,26 +17,30 @@ def _max(a, b):
 
 
 @triton.jit
-def _e2m1(magnitude):
-    """Codes 0 to 7 of float32 magnitudes up to 6: to nearest, ties to even.
+def _placed(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, EXTRA: tl.constexpr):
+    """Float32 bits whose last bits count a small float's steps: to nearest, ties to even.
 
-    With e the exponent, 0 for values below 1, a step is 2^(e - 1). Adding 2^(e + 22), whose last
-    bit is worth one step, leaves n = value / step rounded; the code is n + 2e.
+    2^e, e the magnitude's exponent but at least the small float's lowest, times 2^(23 - MANTISSA)
+    has a last bit worth one step. Added, it leaves magnitude / step there, rounded, plus EXTRA.
     """
-    bits = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
-    placed = magnitude + (bits + (22 << 23)).to(tl.float32, bitcast=True)
-    placed = placed.to(tl.int32, bitcast=True)
-    return (placed + (placed >> 22) - 2 * (127 + 22)) & 7
+    LOWEST: tl.constexpr = (128 - BIAS) << 23
+    FACTOR: tl.constexpr = 2.0 ** (23 - MANTISSA) + EXTRA * 2.0**-MANTISSA
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), LOWEST) & 0x7F800000
+    return tl.fma(power.to(tl.float32, bitcast=True), FACTOR, magnitude).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(magnitude):
+    """Codes 0 to 7 of float32 magnitudes up to 6: steps of 2^(e - 1) plus 2e."""
+    placed = _placed(magnitude, 1, 1, 6)  # 6 makes up for 2 * (127 + 22) modulo 8
+    return (placed + (placed >> 22)) & 7
 
 
 @triton.jit
 def _e4m3(magnitude, BIAS: tl.constexpr):
-    """Codes 0 to 127 of float32 magnitudes in range: to nearest, ties to even; as ``_e2m1``."""
-    LOWEST: tl.constexpr = 128 - BIAS
-    bits = tl.maximum(magnitude.to(tl.int32, bitcast=True), LOWEST << 23) & 0x7F800000
-    placed = magnitude + (bits + (20 << 23)).to(tl.float32, bitcast=True)
-    placed = placed.to(tl.int32, bitcast=True)
-    return ((placed & 31) + (placed >> 20) - 8 * (LOWEST + 20)) & 0x7F
+    """Codes 0 to 127 of float32 magnitudes in range: steps of 2^(e - 3) plus 8 (e - lowest)."""
+    placed = _placed(magnitude, 3, BIAS, 0)
+    return (placed & 31) + ((placed >> 23) - (128 - BIAS + 20)) * 8
 
 
 @triton.jit
@@ -79,7 +83,9 @@ def _mxfp4(y, RULE_BITS: tl.constexpr):
     scale = tl.maximum(((amax + RULE_BITS) >> 23) - 2, 0)
     scale = tl.where(amax >= 0x7F800000, 255, scale)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    magnitude = tl.minimum(tl.abs(y * inverse[:, :, None]), 6.0)
+    magnitude = tl.abs(y * inverse[:, :, None])
+    if RULE_BITS != 0x3FFFFF:  # rounded up, a scale never lets a value exceed 6
+        magnitude = tl.minimum(magnitude, 6.0)
     code = _e2m1(magnitude) | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(code, (y.shape[0], y.shape[1], y.shape[2] // 2, 2)))
     return (even | (odd << 4)).to(tl.uint8), scale.to(tl.uint8)
