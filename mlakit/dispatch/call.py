@@ -267,7 +267,7 @@ def _next(context, failed, why, policy, strict, first=None) -> _Kind:
         if name is None or name == failed:
             continue
         path = registry.get(name)
-        able = path.timed or context.vendor != "cpu"
+        able = path.output == context.quant and (path.timed or context.vendor != "cpu")
         if able and path.supports(context) is None:
             reason = f"instead of {failed}: {why}"
             kind = _Kind(Ran(name, reason, policy, None, True), context, strict)

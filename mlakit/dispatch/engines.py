@@ -120,7 +120,9 @@ def _prefill(release: Sglang, c: Context, gfx95: bool) -> Choice:
 
 
 VLLM_EPS = (1e-5, 1e-6)
-"""The only eps values for which vLLM registers its dual-norm pattern."""
+"""The only eps values for which vLLM registers its dual-norm patterns."""
+VLLM_ARCHS = ("gfx942", "gfx950", "gfx1250")
+"""Where vLLM lets AITER in: CDNA 3 and later, by its ``get_cdna_version``."""
 
 
 def _norms(c: Context, why: str) -> Choice:
@@ -129,23 +131,29 @@ def _norms(c: Context, why: str) -> Choice:
 
 
 def vllm_compile(c: Context) -> Choice:
-    """vLLM compiled at its default level: a pattern over the graph decides."""
+    """vLLM 0.33.0 compiled at its default level: a pattern over the graph decides.
+
+    Its pass does not look whether AITER has the kernel: the operation imports it when it runs.
+    """
     if c.q_lora_rank == 0:
         return _norms(c, "no q latent: kv alone is normalised")
-    if not c.use_aiter or not c.arch.startswith("gfx9"):
-        return _norms(c, "the dual-norm pass needs ROCm on gfx9 with AITER in use")
-    if c.aiter_api == "none":
-        return _norms(c, "this AITER has no dual norm, so the pass is skipped")
+    if not c.use_aiter or c.arch not in VLLM_ARCHS:
+        return _norms(c, "the dual-norm pass wants ROCm on CDNA 3 or later with AITER in use")
     if c.q_eps != c.k_eps or c.q_eps not in VLLM_EPS:
         return _norms(c, f"eps {c.q_eps:g}, {c.k_eps:g}: the pattern wants 1e-5 or 1e-6, equal")
     if c.dtype != "bf16":
-        return _norms(c, f"the pattern is registered for bf16 only, not {c.dtype}")
-    if c.weight_dtype in ("fp8_ocp", "fp8_fnuz") and c.block_scale:
-        return _norms(c, "FP8 by groups of 128: q's norm is folded into its quantisation first")
-    if c.weight_dtype in ("fp8_ocp", "fp8_fnuz"):
-        return made("aiter_fp8_token", "the pattern for q quantised per token (pull request 44977)")
-    if c.weight_dtype != "bf16":
-        return _norms(c, f"no registered pattern is known for a {c.weight_dtype} q_b_proj")
+        return _norms(c, f"the patterns are registered for bf16 only, not {c.dtype}")
+    fp8 = c.weight_dtype in ("fp8_ocp", "fp8_fnuz")
+    if c.aiter_api == "none" or (c.aiter_api == "pair" and not (fp8 and c.block_scale)):
+        return made(
+            RAISES,
+            "ImportError when the fused operation first runs: it wants AITER's unified generation, "
+            f"here is {c.aiter_api}",
+        )
+    if fp8 and c.block_scale:
+        return made("aiter_fp8_group128", "pattern matched: q quantised by groups of 128, and kv")
+    if fp8:
+        return made("aiter_fp8_token", "pattern matched: q quantised per token, and kv")
     if c.m >= AITER_SPLITS_FROM_M:
         why = f"pattern matched; AITER launches two kernels from M = {AITER_SPLITS_FROM_M}"
         return made("aiter_fused", why, launches=2)

@@ -39,18 +39,22 @@ def torch_only(c: Context) -> Choice:
 def ordered(c: Context) -> Choice:
     """The first fused path of ``PREFERRED`` that can run, else the first unfused one.
 
-    For a quantised q: the registry's paths that deliver it, in its order. A path that is
-    correctness only on a CPU (the interpreter) is never chosen there.
+    For a quantised q: of the registry's paths that deliver it, fewest launches first. A path
+    that is correctness only on a CPU (the interpreter) is never chosen there.
     """
     names = PREFERRED if c.quant == "none" else registry.names()
     paths = [registry.get(n) for n in names]
     able = [p for p in paths if p.output == c.quant and (p.timed or c.vendor != "cpu")]
     able = [p for p in able if p.supports(c) is None]
+    if c.quant != "none":
+        able.sort(key=lambda p: p.launches)
     for path in able:
         if path.fused and not (path.splits_from_m and c.m >= path.splits_from_m):
             return made(path.name, f"one launch for both norms on {c.arch}")
     if able:
-        fused = [p for p in paths if p.fused and p.output == c.quant and p.name in _FUSED[c.vendor]]
+        fused = [p for p in paths if p.fused and p.output == c.quant]
+        if c.quant == "none":
+            fused = [p for p in fused if p.name in _FUSED[c.vendor]]
         why = "; ".join(f"{p.name}: {p.supports(c) or 'two launches at this M'}" for p in fused)
         return made(able[0].name, f"no fused path can run here ({why})", fallback=True)
     return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
@@ -98,14 +102,14 @@ _ALL = (
     ),
     Policy(
         "vllm_compile",
-        "a compile pass that matches two equal RMSNorms of a split",
-        "https://github.com/vllm-project/vllm/pull/39242, /42606 and /44977",
+        "0.33.0: a compile pass that matches the two RMSNorms of one split, whatever reads q",
+        "vllm 0.33.0 from PyPI: compilation/passes/fusion/rocm_aiter_fusion.py, _aiter_ops.py",
         engines.vllm_compile,
     ),
     Policy(
         "vllm_eager",
-        "no compilation: no pass",
-        "https://github.com/vllm-project/vllm/pull/52494",
+        "0.33.0 without compilation: no pass",
+        "vllm 0.33.0 from PyPI: models/kimi_k3/amd/mla.py; pull request 52494",
         engines.vllm_eager,
     ),
     Policy(

@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +160,8 @@ def _import(name: str):
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == name and "aiter" in sys.modules:
+        missing = error.name or ""
+        if missing != "aiter" and f"{name}.".startswith(f"{missing}."):
             return None
         raise ImportError(f"aiter does not import: {one_line(error)}") from error
     except MemoryError:

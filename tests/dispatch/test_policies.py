@@ -16,15 +16,15 @@ ENGINES = (
 TABLE = {
     "gfx950, AITER, BF16 weights": (S, "torch_native", F, F, F, F, S, F),
     "gfx942, AITER, BF16 weights": (S, F, F, F, F, F, S, F),
-    "gfx950, AITER, MXFP4 weights": (*["aiter_mxfp4"] * 5, S, S, "aiter_mxfp4"),
+    "gfx950, AITER, MXFP4 weights": (*["aiter_mxfp4"] * 5, F, S, "aiter_mxfp4"),
     "gfx950, AITER, FP8 weights, block scales": (
-        *["aiter_fp8_group128"] * 5, S, S, "aiter_fp8_group128",
+        *["aiter_fp8_group128"] * 6, S, "aiter_fp8_group128",
     ),
     "gfx950, AITER, FP8 weights, per-channel scales": (
         *["aiter_fp8_group128"] * 4, F, "aiter_fp8_token", S, "aiter_fp8_token",
     ),
-    "gfx942, AITER, FP8 weights": (S, F, F, F, F, S, S, "aiter_fp8_group128"),
-    "gfx950, AITER, int8 weights": (S, "torch_native", F, F, F, S, S, R),
+    "gfx942, AITER, FP8 weights": (S, F, F, F, F, "aiter_fp8_group128", S, "aiter_fp8_group128"),
+    "gfx950, AITER, int8 weights": (S, "torch_native", F, F, F, F, S, R),
     "gfx950, AITER, BF16, no q latent": (S, S, S, S, S, S, S, S),
     "gfx950, AITER, BF16, prefill": (S, S, S, S, S, F, S, F),
     "gfx950, AITER, BF16, M = 16384": (S, "torch_native", F, F, F, F, S, F),
@@ -32,8 +32,8 @@ TABLE = {
         S, "torch_native", F, D, D, F, S, F,
     ),
     "gfx950, AITER of the unified generation, BF16": (S, R, R, F, F, F, S, F),
-    "gfx950, AITER without the dual norm, BF16": (S, R, R, R, R, S, S, R),
-    "gfx1250, AITER unified, A8W4 workaround": (S, R, R, F, "triton_split", S, S, F),
+    "gfx950, AITER without the dual norm, BF16": (S, R, R, R, R, R, S, R),
+    "gfx1250, AITER unified, A8W4 workaround": (S, R, R, F, "triton_split", F, S, F),
     "gfx950, no AITER, BF16": (*["engine_split"] * 7, F),
     "sm_90, eager, BF16": (*["engine_split"] * 7, R),
     "sm_90, captured, BF16": (D, D, D, D, D, "engine_split", "engine_split", R),
@@ -88,6 +88,10 @@ def test_launches(row, policy, launches):
         ({"q_eps": 1e-8, "k_eps": 1e-8}, S),
         ({"dtype": "fp16", "norm_weight_dtype": "fp16"}, S),
         ({"arch": "gfx1100"}, S),
+        ({"arch": "gfx90a"}, S),
+        ({"arch": "gfx1250"}, F),
+        ({"aiter_api": "pair"}, R),
+        ({"aiter_api": "pair", "weight_dtype": "fp8_ocp"}, "aiter_fp8_group128"),
     ],
 )
 def test_vllm_pattern_wants_equal_known_eps_and_bf16(change, path):

@@ -1,10 +1,13 @@
-"""SGLang's policies against SGLang's own released source, branch by branch, over all contexts."""
+"""Engines' policies against their own released source, branch by branch, over all contexts."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import vllm_source
 from sglang_source import Release
 
 from mlakit.dispatch import diff, policies
@@ -55,3 +58,22 @@ def test_policy_equals_the_released_branch(version, wheels):
     assert all(seen[p] for p in ("aiter_mxfp4", "aiter_fp8_group128", "dual_stream"))
     assert bool(seen["aiter_fused"]) == (version != "0.5.10.post1")
     assert bool(seen["raises"]) == (version != "0.5.10.post1")
+
+
+@pytest.mark.upstream
+def test_vllm_policy_equals_the_released_pass():
+    wheel = os.environ.get("MLAKIT_VLLM_WHEEL")
+    if wheel is None:
+        pytest.skip(
+            "vLLM's wheel is 336 MB and its source package cannot be had without building it: "
+            "pip download --no-deps vllm==0.33.0, then set MLAKIT_VLLM_WHEEL to the file"
+        )
+    release = vllm_source.Release(Path(wheel))
+    seen = Counter()
+    for c in diff.contexts():
+        if c.q_lora_rank:
+            path = release.choose(c)
+            seen[path] += 1
+            ours = policies.choose(c, "vllm_compile").path
+            assert ours == path, f"{diff.describe(c)}: vLLM runs {path}, ours says {ours}"
+    assert set(seen) >= {"aiter_fused", "aiter_fp8_group128", "aiter_fp8_token", "raises"}
