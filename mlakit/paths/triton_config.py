@@ -111,7 +111,7 @@ def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "b
             return f"{name}: {rows} rows of {warps} warps do not fill {config.num_warps} warps"
         chunk = warps * lanes * vec
         held = rows * warps * -(-width // chunk) * vec // config.num_warps
-        if held > MAX_ELEMENTS_PER_THREAD:
+        if held > MAX_ELEMENTS_PER_THREAD and arch != "cpu":
             return f"{name}: {held} elements a thread, over {MAX_ELEMENTS_PER_THREAD}"
     return None
 
@@ -160,3 +160,34 @@ def programs(config: Config, m: int, q_width: int, resident: int) -> int:
     if config.separate and q_width:
         return -(-m // config.q_rows) + k_programs
     return min(k_programs, resident) if config.persistent else k_programs
+
+
+def constants(
+    config: Config,
+    arch: str,
+    q_width: int,
+    k_width: int,
+    dtype: str,
+    *,
+    q_aligned: bool = True,
+    k_aligned: bool = True,
+) -> dict[str, object]:
+    """The kernel's compile-time arguments, in its order, for one config on one arch."""
+    return {
+        "Q_N": q_width,
+        "K_N": k_width,
+        "Q_ROWS": config.q_rows,
+        "K_ROWS": config.k_rows,
+        "Q_WARPS": config.q_warps,
+        "K_WARPS": config.k_warps,
+        "NUM_WARPS": config.num_warps,
+        "LANES": lanes_of(arch),
+        "VEC": vector_width(dtype),
+        "SEPARATE": config.separate,
+        "PERSISTENT": config.persistent,
+        "HOIST": config.hoist_weight,
+        "EVICT": "evict_first" if config.evict_first else "",
+        "PDL": config.pdl,
+        "Q_ALIGNED": q_aligned,
+        "K_ALIGNED": k_aligned,
+    }

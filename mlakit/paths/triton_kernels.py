@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mlakit.paths.triton_config import Config, lanes_of, vector_width
+from mlakit.paths.triton_config import Config, constants
 
 
 @triton.jit
@@ -139,12 +139,7 @@ def _reciprocal_root(mean, DTYPE: tl.constexpr):
     return root.to(tl.float32)
 
 
-RUNTIME = (
-    "q q_weight q_out k k_weight k_out q_stride k_stride q_out_stride k_out_stride m q_eps k_eps"
-).split()
-
-
-@triton.jit(do_not_specialize=["m", "q_eps", "k_eps"])
+@triton.jit
 def qk_rmsnorm_kernel(
     q, q_weight, q_out, k, k_weight, k_out,
     q_stride, k_stride, q_out_stride, k_out_stride, m, q_eps: tl.float64, k_eps: tl.float64,
@@ -210,37 +205,6 @@ def qk_rmsnorm_kernel(
     )  # fmt: skip
 
 
-def constants(
-    config: Config,
-    arch: str,
-    q_width: int,
-    k_width: int,
-    dtype: str,
-    *,
-    q_aligned: bool = True,
-    k_aligned: bool = True,
-) -> dict[str, object]:
-    """The kernel's compile-time arguments, in its order, for one config on one arch."""
-    return {
-        "Q_N": q_width,
-        "K_N": k_width,
-        "Q_ROWS": config.q_rows,
-        "K_ROWS": config.k_rows,
-        "Q_WARPS": config.q_warps,
-        "K_WARPS": config.k_warps,
-        "NUM_WARPS": config.num_warps,
-        "LANES": lanes_of(arch),
-        "VEC": vector_width(dtype),
-        "SEPARATE": config.separate,
-        "PERSISTENT": config.persistent,
-        "HOIST": config.hoist_weight,
-        "EVICT": "evict_first" if config.evict_first else "",
-        "PDL": config.pdl,
-        "Q_ALIGNED": q_aligned,
-        "K_ALIGNED": k_aligned,
-    }
-
-
 def options(config: Config) -> dict[str, object]:
     """The compiler's options for ``config``."""
     pdl = {"launch_pdl": True} if config.pdl else {}
@@ -253,22 +217,45 @@ def kernel_signature(
     q_width: int,
     k_width: int,
     dtype: str = "bf16",
-    weight_dtype: str | None = None,
+    weight_dtype: str | tuple[str, str] | None = None,
     *,
-    aligned: bool = True,
+    aligned: bool | tuple[bool, bool] = True,
+    strides_of_16: bool | None = None,
 ) -> tuple[object, dict[str, str], dict[str, object], dict, dict[str, object]]:
-    """What ``triton.compile`` needs to build the kernel for ``arch`` with no card there.
+    """What ``triton.compile`` needs to build the kernel for ``arch``, with or without a card there.
 
     Returns ``(fn, signature, constexprs, attrs, options)``, used as
     ``triton.compile(ASTSource(fn, signature, constexprs, attrs), target=GPUTarget(...),
-    options=options)``. ``aligned``: pointers and rows start on 16 bytes, as in the split views of a
-    qkv_a projection.
+    options=options)``. ``weight_dtype``: of both weights, or of q's and k's; None is ``dtype``.
+    ``aligned``: all pointers and rows of both sides, or of q's and k's, start on 16 bytes, as in
+    the split views of a qkv_a projection. ``strides_of_16``: so are the strides in elements, which
+    Triton 3.6 wants told for wide loads on AMD; None is ``aligned``.
     """
-    weight = f"*{weight_dtype or dtype}"
-    types = dict.fromkeys(RUNTIME, f"*{dtype}")
-    types.update(q_weight=weight, k_weight=weight, q_eps="fp64", k_eps="fp64")
-    types.update(dict.fromkeys(RUNTIME[6:11], "i32"))
-    chosen = constants(config, arch, q_width, k_width, dtype, q_aligned=aligned, k_aligned=aligned)
-    signature = {**types, **dict.fromkeys(chosen, "constexpr")}
-    attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
+    q_aligned, k_aligned = aligned if isinstance(aligned, tuple) else (aligned, aligned)
+    q_weight, k_weight = (
+        weight_dtype if isinstance(weight_dtype, tuple) else (weight_dtype or dtype,) * 2
+    )
+    chosen = constants(
+        config, arch, q_width, k_width, dtype, q_aligned=q_aligned, k_aligned=k_aligned
+    )
+    signature = {
+        "q": f"*{dtype}",
+        "q_weight": f"*{q_weight}",
+        "q_out": f"*{dtype}",
+        "k": f"*{dtype}",
+        "k_weight": f"*{k_weight}",
+        "k_out": f"*{dtype}",
+        "q_stride": "i64",
+        "k_stride": "i64",
+        "q_out_stride": "i64",
+        "k_out_stride": "i64",
+        "m": "i32",
+        "q_eps": "fp64",
+        "k_eps": "fp64",
+        **dict.fromkeys(chosen, "constexpr"),
+    }
+    if strides_of_16 is None:
+        strides_of_16 = q_aligned and k_aligned
+    divisible = [0, 1, 2] * q_aligned + [3, 4, 5] * k_aligned + [6, 7, 8, 9] * strides_of_16
+    attrs = {(i,): [["tt.divisibility", 16]] for i in divisible}
     return qk_rmsnorm_kernel, signature, chosen, attrs, options(config)

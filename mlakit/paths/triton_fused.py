@@ -1,0 +1,283 @@
+"""triton_fused: one Triton launch that normalises q and kv from their split views.
+
+A plain eager call is a dictionary look-up and a launch: what a call may be served by is decided
+once for each set of shapes, strides, dtypes and alignments (``_Ready``), and found again by them.
+Calls that are traced or want a gradient go through the operator ``mlakit::qk_rmsnorm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from mlakit import archs
+from mlakit.context import Context
+from mlakit.errors import MisuseError, RefusedError
+from mlakit.paths import checks, custom_op, interpreter, triton_config
+from mlakit.paths.registry import Path
+from mlakit.paths.triton_config import Config
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNEL = "mlakit.paths.triton_kernels:qk_rmsnorm_kernel"
+MOST_READY = 4096
+"""Calls remembered: a serving engine sees some hundred row counts, an entry takes about 1 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """All that a call still needs once its facts are known."""
+
+    device: int
+    grid: int
+    run: Callable
+    """the compiled kernel's C launcher"""
+    kernel: object
+    function: int
+    packed: object
+    hooks: object
+    """triton's launch hooks live on it: profilers set them"""
+    strides: tuple[int, ...]
+    """of q, k, q_out, k_out, and the rows: the kernel's integers"""
+    constants: tuple
+
+
+_READY: dict[tuple, _Ready] = {}
+
+
+def call(
+    q: torch.Tensor,
+    q_weight: torch.Tensor,
+    q_eps: float,
+    k: torch.Tensor,
+    k_weight: torch.Tensor,
+    k_eps: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    config: Config | None = None,
+    batch_invariant: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise q (M, q_lora_rank) and k (M, kv_lora_rank); see ``registry.Path``.
+
+    ``config``: these knobs rather than the heuristic's. ``batch_invariant=False`` lets the
+    reduction tree follow M where that is faster: a row's last bits may then depend on M.
+
+    Raises:
+        MisuseError: arguments the kernel cannot serve; nothing was launched.
+    """
+    if _traced_or_differentiated(q, q_weight, k, k_weight):
+        if out is not None or config is not None or not batch_invariant:
+            raise MisuseError(
+                "out, config and batch_invariant are for plain calls: leave them out where a "
+                "gradient is wanted or the call is traced"
+            )
+        return custom_op.qk_rmsnorm(q, q_weight, q_eps, k, k_weight, k_eps)
+    return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant)
+
+
+def _traced_or_differentiated(q, q_weight, k, k_weight) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or type(q) is not torch.Tensor
+        or type(k) is not torch.Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or q_weight.requires_grad
+                or k_weight.requires_grad
+            )
+        )
+    )
+
+
+def run(q, q_weight, q_eps, k, k_weight, k_eps, out=None, config=None, batch_invariant=True):
+    """The call below the operator layer: real tensors, no gradient; arguments as of ``call``."""
+    if out is not None:
+        return _first_call(
+            None, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant
+        )
+    q_at, qw_at, k_at, kw_at = q.data_ptr(), q_weight.data_ptr(), k.data_ptr(), k_weight.data_ptr()
+    facts = (
+        q.shape, q.stride(), q.dtype, q.get_device(), (q_at | qw_at) & 15 == 0,
+        k.shape, k.stride(), k.dtype, k.get_device(), (k_at | kw_at) & 15 == 0,
+        q_weight.shape, q_weight.stride(), q_weight.dtype, q_weight.get_device(),
+        k_weight.shape, k_weight.stride(), k_weight.dtype, k_weight.get_device(),
+        config, batch_invariant,
+    )  # fmt: skip
+    ready = _READY.get(facts)
+    if ready is None or not q_eps >= 0 <= k_eps:
+        return _first_call(
+            facts, q, q_weight, q_eps, k, k_weight, k_eps, None, config, batch_invariant
+        )
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    _start(
+        ready, q_at, qw_at, q_out.data_ptr(), k_at, kw_at, k_out.data_ptr(),
+        *ready.strides, q_eps, k_eps,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def _start(ready: _Ready, *arguments) -> None:
+    """Launch on the tensors' device, on its current stream."""
+    if ready.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(ready.device):
+            return _start(ready, *arguments)
+    stream = torch._C._cuda_getCurrentRawStream(ready.device)
+    enter, leave, metadata = None, None, None
+    hooks = ready.hooks
+    if hooks.launch_enter_hook is not None and hooks.launch_enter_hook.calls:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        metadata = ready.kernel.launch_metadata((ready.grid, 1, 1), stream, *arguments)
+    ready.run(
+        ready.grid, 1, 1, stream, ready.function, ready.packed, metadata, enter, leave,
+        *arguments, *ready.constants,
+    )  # fmt: skip
+
+
+def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant):
+    """Check everything, launch, and remember under ``facts`` what the next such call needs."""
+    if find_spec("triton") is None:
+        raise RefusedError("triton_fused needs triton: pip install 'mlakit[triton]', not on ROCm")
+    q_rows, k_rows, q_out, k_out, given = checks.prepare(
+        q, q_weight, q_eps, k, k_weight, k_eps, out
+    )
+    m, q_width = q_rows.shape
+    k_width, dtype = k_rows.shape[1], DTYPE_NAMES[q.dtype]
+    if max(q_width, k_width) > triton_config.MAX_WIDTH or not k_width:
+        raise MisuseError(
+            f"widths {q_width} and {k_width}: triton_fused takes 0 to {triton_config.MAX_WIDTH} "
+            f"of q and 1 to {triton_config.MAX_WIDTH} of k; use torch_rms_norm"
+        )
+    if not m:
+        return given
+    pointers = [x.data_ptr() for x in (q, q_weight, q_out, k, k_weight, k_out)]
+    strides = tuple(x.stride(0) for x in (q_rows, k_rows, q_out, k_out))
+    starts = [
+        a | b | c | s * q.element_size() | o * q.element_size()
+        for a, b, c, s, o in ((*pointers[:3], *strides[::2]), (*pointers[3:], *strides[1::2]))
+    ]
+    aligned = tuple(start % 16 == 0 for start in starts)
+    on_cpu = q.device.type == "cpu"
+    arch = "cpu" if on_cpu else archs.devices()[q.get_device()].arch
+    if config is None:
+        config = triton_config.heuristic(
+            arch, m, q_width, k_width, dtype, batch_invariant=batch_invariant
+        )
+    problem = triton_config.check(config, arch, q_width, k_width, dtype)
+    if problem:
+        raise MisuseError(f"config cannot run: {problem}")
+    if on_cpu:
+        _interpret(
+            config, m, q_rows, q_weight, q_eps, q_out, k_rows, k_weight, k_eps, k_out, aligned
+        )
+        return given
+    ready = _prepare(
+        config, q.get_device(), m, q_width, k_width, dtype,
+        (DTYPE_NAMES[q_weight.dtype], DTYPE_NAMES[k_weight.dtype]), aligned, strides,
+    )  # fmt: skip
+    if facts is not None:
+        if len(_READY) >= MOST_READY:
+            _READY.clear()
+        _READY[facts] = ready
+    _start(ready, *pointers, *ready.strides, q_eps, k_eps)
+    return given
+
+
+@lru_cache(maxsize=1024)
+def _prepare(config, device, m, q_width, k_width, dtype, weight_dtypes, aligned, strides) -> _Ready:
+    from triton import knobs
+
+    with torch.cuda.device(device):
+        kernel = _compile(
+            config, device, q_width, k_width, dtype, weight_dtypes, aligned,
+            all(s % 16 == 0 for s in strides),
+        )  # fmt: skip
+        units = archs.devices()[device].compute_units
+        return _Ready(
+            device=device,
+            grid=triton_config.programs(config, m, q_width, units),
+            run=kernel.run,
+            kernel=kernel,
+            function=kernel.function,
+            packed=kernel.packed_metadata,
+            hooks=knobs.runtime,
+            strides=(*strides, m),
+            constants=tuple(kernel.src.constants.values()),
+        )
+
+
+@cache
+def _compile(config, device, q_width, k_width, dtype, weight_dtypes, aligned, strides_of_16):
+    """The kernel compiled for, and loaded on, the current device."""
+    import triton
+    from triton.compiler import ASTSource
+
+    from mlakit.paths.triton_kernels import kernel_signature
+
+    function, signature, constants, attrs, options = kernel_signature(
+        config, archs.devices()[device].arch, q_width, k_width, dtype, weight_dtypes,
+        aligned=aligned, strides_of_16=strides_of_16,
+    )  # fmt: skip
+    return triton.compile(
+        ASTSource(function, signature, constants, attrs),
+        target=triton.runtime.driver.active.get_current_target(),
+        options=options,
+    )
+
+
+def _interpret(config, m, q, q_weight, q_eps, q_out, k, k_weight, k_eps, k_out, aligned) -> None:
+    """The same kernel on CPU tensors, in the interpreter's process: correctness only."""
+    widths = q.shape[1], k.shape[1]
+    arguments = {
+        "q": q,
+        "q_weight": q_weight,
+        "q_out": q_out,
+        "k": k,
+        "k_weight": k_weight,
+        "k_out": k_out,
+        "q_stride": q.stride(0),
+        "k_stride": k.stride(0),
+        "q_out_stride": q_out.stride(0),
+        "k_out_stride": k_out.stride(0),
+        "m": m,
+        "q_eps": q_eps,
+        "k_eps": k_eps,
+        **triton_config.constants(
+            config, "cpu", *widths, DTYPE_NAMES[q.dtype], q_aligned=aligned[0], k_aligned=aligned[1]
+        ),
+    }
+    programs = triton_config.programs(config, m, widths[0], 1)
+    interpreter.launch(KERNEL, programs, arguments, {"q_out", "k_out"})
+
+
+def supports(context: Context) -> str | None:
+    """None if the kernel can serve ``context``, else one line that says why not."""
+    if "triton" not in context.packages:
+        return "triton is not installed"
+    if context.quant != "none":
+        return f"delivers q unquantised, not as {context.quant}"
+    if context.layout == "inner_strided":
+        return "inner stride is not 1"
+    if context.widest > triton_config.MAX_WIDTH:
+        return f"width {context.widest} is over {triton_config.MAX_WIDTH}"
+    return None
+
+
+PATH = Path(
+    name="triton_fused",
+    text="one Triton launch over q and kv, from their split views",
+    call=call,
+    supports=supports,
+    rounding="round_once",
+    launches=1,
+    fused=True,
+    timed=False,
+)
