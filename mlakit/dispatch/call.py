@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mlakit import archs
 from mlakit.context import Context
 from mlakit.dispatch import policies, probe
 from mlakit.dispatch.choice import OUTSIDE, RAISES
 from mlakit.errors import MisuseError, RefusedError
-from mlakit.paths import checks, registry
+from mlakit.paths import checks, custom_op, registry
 from mlakit.paths.aiter_api import one_line
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -38,10 +39,11 @@ class Ran:
 class _Kind:
     """One kind of arguments: what runs for it, and how often it did."""
 
-    __slots__ = ("call", "calls", "context", "ran", "strict")
+    __slots__ = ("call", "calls", "context", "ran", "strict", "tried")
 
-    def __init__(self, ran: Ran, context: Context | None, strict: bool) -> None:
+    def __init__(self, ran: Ran, context: Context | None, strict: bool, tried=frozenset()) -> None:
         self.ran, self.context, self.strict = ran, context, strict
+        self.tried = tried | {ran.path}
         self.call = registry.get(ran.path).call
         self.calls = 0
 
@@ -62,6 +64,7 @@ def qk_rmsnorm(
     *,
     path: str | None = None,
     policy: str = "mlakit",
+    quant: str = "none",
     strict: bool = False,
     out=None,
 ):
@@ -69,7 +72,7 @@ def qk_rmsnorm(
 
     The choice is made once per kind of arguments (shape, dtype, layout, device); after the probe's
     facts changed, call ``reset``. ``last_call`` and ``counts`` say which path ran and why. Inside
-    ``torch.compile`` the two norms are traced as PyTorch operations.
+    ``torch.compile`` one operator is traced where Triton can run, else PyTorch's two norms.
 
     Args:
         q: (..., q_lora_rank) bf16, fp16 or fp32; any row stride; width 0: none.
@@ -78,20 +81,21 @@ def qk_rmsnorm(
         k: (..., kv_lora_rank), the same rows as q.
         k_weight: (kv_lora_rank,).
         k_eps: added to k's mean square.
-        path: a path by name: obeyed or refused, never replaced.
+        path: a path by name: obeyed or refused, never replaced. It brings its own ``quant``.
         policy: a name of ``mlakit.dispatch.policies``.
+        quant: what q is delivered as: a name of ``mlakit.context.QUANTS``.
         strict: refuse instead of falling back to another path than the policy's.
         out: two tensors to write to, shaped like q and k.
 
     Returns:
-        (q_out, k_out), contiguous, or ``out``.
+        (q_out, k_out), contiguous, or ``out``; with ``quant``, q_out is a ``QuantisedQ``.
 
     Raises:
         MisuseError: arguments that cannot be (rows, dtypes, devices, eps), or an unknown name.
         RefusedError: ``path`` cannot run here, or ``strict`` and the policy's path cannot.
     """
     if torch.compiler.is_compiling():
-        return _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, out)
+        return _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out)
     global _last
     try:
         key = (
@@ -106,6 +110,7 @@ def qk_rmsnorm(
             k_eps,
             path,
             policy,
+            quant,
             strict,
             torch.is_grad_enabled() and _wants_grad(q, q_weight, k, k_weight),
             q.is_cuda and _capturing(),
@@ -114,7 +119,9 @@ def qk_rmsnorm(
     except (AttributeError, IndexError, TypeError) as error:
         raise MisuseError(f"q, k and their weights must be tensors: {one_line(error)}") from error
     if kind is None:
-        kind = _decide(key, q, q_weight, q_eps, k, k_weight, k_eps, path, policy, strict, out)
+        kind = _decide(
+            key, (q, q_weight, q_eps, k, k_weight, k_eps), out, path, policy, quant, strict
+        )
     while True:
         try:
             result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
@@ -135,9 +142,8 @@ def counts() -> dict[Ran, int]:
     """How often each path ran in this process, by reason."""
     total = Counter(_past)
     for kind in _kinds.values():
-        if kind.calls:
-            total[kind.ran] += kind.calls
-    return dict(total)
+        total[kind.ran] += kind.calls
+    return {ran: n for ran, n in total.items() if n}
 
 
 def reset() -> None:
@@ -154,9 +160,18 @@ def _wants_grad(q, q_weight, k, k_weight) -> bool:
     return q.requires_grad or q_weight.requires_grad or k.requires_grad or k_weight.requires_grad
 
 
-def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, out):
-    if path not in (None, "torch_rms_norm"):
-        raise RefusedError(f"{path} cannot be traced by torch.compile: call it outside, or no path")
+@torch.compiler.assume_constant_result
+def _operator_runs() -> bool:
+    return probe.package_reason("triton") is None
+
+
+def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
+    if path not in (None, "torch_rms_norm", "triton_fused") or quant != "none":
+        raise RefusedError(f"{path or quant} cannot be traced by torch.compile: call it outside")
+    if path != "torch_rms_norm" and q.is_cuda and out is None and _operator_runs():
+        return custom_op.qk_rmsnorm(q, q_weight, q_eps, k, k_weight, k_eps)
+    if path == "triton_fused":
+        raise RefusedError("triton_fused is traced on a GPU with Triton, and without out, only")
     parts = ((q, q_weight, q_eps), (k, k_weight, k_eps))
     pair = tuple(
         torch.nn.functional.rms_norm(x, (x.shape[-1],), w, eps) if x.shape[-1] else x.clone()
@@ -169,46 +184,61 @@ def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, out):
     return out
 
 
-def _decide(key, q, q_weight, q_eps, k, k_weight, k_eps, path, policy, strict, out) -> _Kind:
+def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
     """The first call of a kind: check its arguments, build its context, ask the policy."""
-    checks.check(q, q_weight, q_eps, k, k_weight, k_eps, out)
     rule = policies.get(policy)
-    try:
-        context = _context(q, q_weight, q_eps, k, k_weight, k_eps, path)
-    except MisuseError as error:
-        # A card outside data/archs.csv has no context, yet PyTorch's own norms run on it.
-        name = path or "torch_rms_norm"
-        kind = _Kind(Ran(name, str(error), rule.name, path, path is None), None, strict)
+    if path is not None:
+        quant = registry.get(path).output
+    checks.check(*args, out if quant == "none" else None)
+    arch = probe.device_arch(str(args[0].device))
+    if arch not in archs.known():
+        # No context can name this card, yet PyTorch's own norms run on it.
+        why = f"{arch} is not in data/archs.csv, so no choice can be made for it"
         if path is None:
-            _say(f"mlakit: torch_rms_norm ran instead of a choice: {error}")
-        return _remember(key, kind)
+            if strict or quant != "none":
+                raise RefusedError(why)
+            _say(f"mlakit: torch_rms_norm ran: {why}")
+        ran = Ran(path or "torch_rms_norm", why, rule.name, path, path is None)
+        return _remember(key, _Kind(ran, None, strict))
+    context = _context(arch, quant, path, *args)
     choice = policies.choose(context, policy)
     if choice.path == RAISES or (choice.fallback and strict):
         raise RefusedError(f"policy {rule.name}: {choice.reason}")
     if choice.path in OUTSIDE:
         engine = OUTSIDE[choice.path]
         why = f"that is the engine's ({engine.text})"
-        return _remember(key, _next(context, choice.path, why, rule.name, strict, engine.stand_in))
-    why = None if path else registry.get(choice.path).supports(context)
+        tried = frozenset({choice.path})
+        return _remember(key, _next(context, tried, why, rule.name, strict, engine.stand_in))
+    why = None if path else _unable(context, choice.path)
     if why is not None:
-        return _remember(key, _next(context, choice.path, why, rule.name, strict))
+        tried = frozenset({choice.path})
+        return _remember(key, _next(context, tried, why, rule.name, strict))
     if choice.fallback:
-        _say(f"mlakit: {choice.path} runs: {choice.reason}")
+        _say(f"mlakit: {choice.path} ran: {choice.reason}")
     ran = Ran(choice.path, choice.reason, rule.name, path, choice.fallback)
     return _remember(key, _Kind(ran, context, strict))
 
 
+def _unable(context: Context, name: str) -> str | None:
+    """Why the path a policy chose cannot serve this call; policies need not ask ``supports``."""
+    path = registry.get(name)
+    if path.output != context.quant:
+        return f"it delivers {path.output}, {context.quant} was asked for"
+    if not path.timed and context.vendor == "cpu":
+        return "on a CPU it is the interpreter: correctness only"
+    return path.supports(context)
+
+
 def _remember(key, kind: _Kind) -> _Kind:
     if len(_kinds) >= _MOST_KINDS:
-        _past.update({k.ran: k.calls for k in _kinds.values() if k.calls})
+        for old in _kinds.values():
+            _past[old.ran] += old.calls
         _kinds.clear()
     _kinds[key] = kind
     return kind
 
 
-def _context(q, q_weight, q_eps, k, k_weight, k_eps, path) -> Context:
-    device = str(q.device)
-    arch = probe.device_arch(device)
+def _context(arch, quant, path, q, q_weight, q_eps, k, k_weight, k_eps) -> Context:
     width = q.shape[-1] or k.shape[-1]
     rows = (q if q.shape[-1] else k).numel() // width if width else 0
     if q.ndim != 2:
@@ -224,6 +254,7 @@ def _context(q, q_weight, q_eps, k, k_weight, k_eps, path) -> Context:
         kv_lora_rank=k.shape[-1],
         dtype=_NAMES[q.dtype],
         norm_weight_dtype=_NAMES[q_weight.dtype],
+        quant=quant,
         layout=layout,
         q_eps=q_eps,
         k_eps=k_eps,
@@ -248,32 +279,27 @@ def _after_failure(key, kind: _Kind, error: Exception) -> _Kind:
     if kind.context is None or kind.ran.requested is not None:
         raise error
     why = f"it failed: {one_line(error)}"
-    following = _next(kind.context, kind.ran.path, why, kind.ran.policy, kind.strict)
+    following = _next(kind.context, kind.tried, why, kind.ran.policy, kind.strict, failed=kind.ran)
     _past[kind.ran] += kind.calls
     return _remember(key, following)
 
 
-def _next(context, failed, why, policy, strict, first=None) -> _Kind:
-    """The path that replaces ``failed``, said once.
+def _next(context, tried, why, policy, strict, first=None, failed: Ran | None = None) -> _Kind:
+    """The able path that replaces those ``tried``, said once; ``first`` is asked before the rest.
 
     Raises:
         RefusedError: strict, or nothing is left to run.
     """
+    wanted = failed.path if failed else next(iter(tried))
     if strict:
-        raise RefusedError(f"strict: policy {policy} takes {failed}, but {why}")
-    order = policies.PREFERRED
-    start = order.index(failed) + 1 if failed in order else 0
-    for name in (first, *order[start:]):
-        if name is None or name == failed:
-            continue
-        path = registry.get(name)
-        able = path.output == context.quant and (path.timed or context.vendor != "cpu")
-        if able and path.supports(context) is None:
-            reason = f"instead of {failed}: {why}"
-            kind = _Kind(Ran(name, reason, policy, None, True), context, strict)
-            _say(f"mlakit: {name} ran {reason}")
-            return kind
-    raise RefusedError(f"{failed} cannot run ({why}), and no other path can either")
+        raise RefusedError(f"strict: policy {policy} takes {wanted}, but {why}")
+    left = [p for p in policies.able(context) if p.name not in tried]
+    left.sort(key=lambda p: p.name != first)
+    if not left:
+        raise RefusedError(f"{wanted} cannot run ({why}), and no other path can either")
+    reason = f"instead of {wanted}: {why}"
+    _say(f"mlakit: {left[0].name} ran {reason}")
+    return _Kind(Ran(left[0].name, reason, policy, None, True), context, strict, tried)
 
 
 def _say(text: str) -> None:

@@ -36,28 +36,34 @@ def torch_only(c: Context) -> Choice:
     return made("torch_rms_norm", "PyTorch alone, by policy")
 
 
-def ordered(c: Context) -> Choice:
-    """The first fused path of ``PREFERRED`` that can run, else the first unfused one.
+def able(c: Context) -> list[registry.Path]:
+    """The paths that deliver ``c.quant`` and can run in ``c``, in our order of preference.
 
-    For a quantised q: of the registry's paths that deliver it, fewest launches first. A path
-    that is correctness only on a CPU (the interpreter) is never chosen there.
+    Those of ``PREFERRED``; for a quantised q, the registry's with the fewest launches first. A
+    path that is correctness only on a CPU (the interpreter) is not among them there.
     """
+    found = [p for p in _candidates(c) if p.supports(c) is None and (p.timed or c.vendor != "cpu")]
+    return found if c.quant == "none" else sorted(found, key=lambda p: p.launches)
+
+
+def _candidates(c: Context) -> list[registry.Path]:
     names = PREFERRED if c.quant == "none" else registry.names()
-    paths = [registry.get(n) for n in names]
-    able = [p for p in paths if p.output == c.quant and (p.timed or c.vendor != "cpu")]
-    able = [p for p in able if p.supports(c) is None]
-    if c.quant != "none":
-        able.sort(key=lambda p: p.launches)
-    for path in able:
+    return [p for p in map(registry.get, names) if p.output == c.quant]
+
+
+def ordered(c: Context) -> Choice:
+    """The first fused path that is able, else the first unfused one, as a fallback."""
+    paths = able(c)
+    for path in paths:
         if path.fused and not (path.splits_from_m and c.m >= path.splits_from_m):
             return made(path.name, f"one launch for both norms on {c.arch}")
-    if able:
-        fused = [p for p in paths if p.fused and p.output == c.quant]
-        if c.quant == "none":
-            fused = [p for p in fused if p.name in _FUSED[c.vendor]]
-        why = "; ".join(f"{p.name}: {p.supports(c) or 'two launches at this M'}" for p in fused)
-        return made(able[0].name, f"no fused path can run here ({why})", fallback=True)
-    return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
+    if not paths:
+        return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
+    fused = [p for p in _candidates(c) if p.fused]
+    if c.quant == "none":
+        fused = [p for p in fused if p.name in _FUSED[c.vendor]]
+    why = "; ".join(f"{p.name}: {p.supports(c) or 'not one launch here'}" for p in fused)
+    return made(paths[0].name, f"no fused path can run here ({why})", fallback=True)
 
 
 _SGL = "sglang {} from PyPI: deepseek_common/attention_forward_methods/{}, models/deepseek_v2.py"
