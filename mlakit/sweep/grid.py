@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from mlakit.archs import check
+from mlakit.context import QUANTS
 from mlakit.errors import MisuseError, unknown
 from mlakit.paths import registry
 from mlakit.records import CLOCKS, Cell
@@ -67,6 +68,15 @@ def _clocks(arch: str, asked: Sequence[str]) -> list[str]:
     return [c for c in asked if (c == "cpu") == (arch == "cpu")] or [default]
 
 
+def _paths(quant: str) -> tuple[str, ...]:
+    """The paths that deliver q as ``quant``: a quantising path's name ends in its quant.
+
+    Told by name, so that making a grid imports no path (and with it no torch).
+    """
+    quants = {n: next((q for q in QUANTS if n.endswith(q)), "none") for n in registry.names()}
+    return tuple(name for name, delivers in quants.items() if delivers == quant)
+
+
 def _shapes(models: Iterable[str], hidden: Iterable[object]) -> list[tuple[str, Widths, float]]:
     """(model's name or empty, widths, eps), each once."""
     found = [(m.name, m.widths, m.eps) for m in map(model, models)]
@@ -89,8 +99,8 @@ def expand(*, preset: str | None = None, **given) -> list[Cell]:
         preset: a name of ``PRESETS`` to start from.
         **given: any of ``DEFAULTS``: archs, models (names), hidden (``"1536+512"``, a pair, or
             ``Widths``), batches (rows M), dtypes, quants, layouts, clocks (empty: ``cpu`` on the
-            CPU, ``graph`` on a GPU), caches, paths (empty: all), budget_s, seed. None means "not
-            given".
+            CPU, ``graph`` on a GPU), caches, paths (empty: all that deliver the quant), budget_s,
+            seed. None means "not given".
 
     Raises:
         MisuseError: an unknown name or a value outside its set, with what is wanted.
@@ -132,7 +142,7 @@ def expand(*, preset: str | None = None, **given) -> list[Cell]:
             q_lora_rank=widths.q_lora_rank,
             kv_lora_rank=widths.kv_lora_rank,
             qk_rope_head_dim=widths.qk_rope_head_dim,
-            paths=tuple(dict.fromkeys(v["paths"])) or registry.names(),
+            paths=tuple(dict.fromkeys(v["paths"])) or _paths(quant),
             model=name,
             dtype=dtype,
             quant=quant,

@@ -7,12 +7,13 @@ and pyarrow, so it runs on a bare GPU machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -108,10 +109,11 @@ def settle_environment(run: store.Run, env: dict, force: bool) -> None:
 # ---- a run's jobs
 
 
+@contextlib.contextmanager
 def open_sweep(
     cells: Sequence[Cell] | None, run_dir: Path, measure: Sequence[str], resume: bool, **record
-) -> store.Run:
-    """Create the run at ``run_dir``, or open the one that is there.
+) -> Iterator[store.Run]:
+    """Create the run at ``run_dir`` or open the one that is there; whatever happens, close it.
 
     Raises:
         MisuseError: a run is there and ``resume`` is False, or it holds other cells.
@@ -119,26 +121,33 @@ def open_sweep(
     for kind in measure:
         if kind not in FUNCTIONS:
             raise unknown("kind of measurement", kind, FUNCTIONS)
-    if not (run_dir / "run.json").exists():
-        if cells is None:
-            store.show_run(run_dir)
-        return store.create_run(run_dir, list(cells), measure=list(measure), **record)
-    if not resume:
+    before = {"status": "incomplete", "ended_at": store.now()}
+    if cells is not None and not (run_dir / "run.json").exists():
+        run = store.create_run(run_dir, list(cells), measure=list(measure), **record)
+    elif not resume:
         raise MisuseError(f"{run_dir} holds a run already: resume it, or name a new folder")
-    run = store.open_run(run_dir)
-    asked = None if cells is None else [c.id for c in cells]
-    if asked is not None and (asked, list(measure)) != (
-        run.record["cell_ids"],
-        run.record["measure"],
-    ):
+    else:
+        run = store.open_run(run_dir)
+        before = {name: run.record[name] for name in before}
+    try:
+        asked = None if cells is None else ([c.id for c in cells], list(measure))
+        if asked not in (None, (run.record["cell_ids"], run.record["measure"])):
+            raise MisuseError(f"run {run.id} is of other cells: name a new folder for this sweep")
+        run.save(status="running", ended_at=None)
+        yield run
+    except (MisuseError, LockedError):
+        run.save(**before)
+        raise
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        run.save(status="interrupted" if interrupted else "failed", ended_at=store.now())
+        raise
+    finally:
         run.close()
-        raise MisuseError(f"run {run.id} is of other cells: name a new folder for this sweep")
-    run.save(status="running", ended_at=None)
-    return run
 
 
-def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], int]:
-    """The jobs still to do, GPUs first, and how many there are in all.
+def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
+    """The jobs still to do, GPUs first, and a summary that counts those already done.
 
     Args:
         run: the run.
@@ -161,7 +170,8 @@ def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], 
         for kind, c in jobs
         if (kind, c.id) in again or not store.is_done(run.path, kind, c.id)
     ]
-    return missing, len(jobs)
+    known = len(jobs) - len(missing)
+    return missing, SweepSummary(run.id, str(run.path), len(jobs), done=known, reused=known)
 
 
 def run_sweep(
@@ -202,37 +212,23 @@ def run_sweep(
     """
     begun = time.perf_counter()
     run_dir = Path(out_dir)
-    run = None
     try:
         if not time_limit_s > 0:
             raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
-        run = open_sweep(cells, run_dir, measure, resume, spec=spec, time_limit_s=time_limit_s)
-        missing, total = missing_jobs(run, retry)
-        known = total - len(missing)
-        summary = SweepSummary(run.id, str(run_dir), total, done=known, reused=known)
-        if missing:
-            worker = worker or Worker(run_dir / "worker.log")
-            settle_environment(run, worker.environment, force)
-            every = FUNCTIONS | (functions or {})
-            at_work = _AtWork(run_dir, worker.environment, every, time_limit_s, summary, progress)
-            at_work.measure(missing, worker, every_device)
-        return finish(run, summary, begun)
-    except BaseException as error:
-        if run:
-            run.save(status=status_of(error), ended_at=store.now())
-        raise
+        record = {"spec": spec, "time_limit_s": time_limit_s}
+        with open_sweep(cells, run_dir, measure, resume, **record) as run:
+            missing, summary = missing_jobs(run, retry)
+            if missing:
+                worker = worker or Worker(run_dir / "worker.log")
+                env = worker.environment
+                settle_environment(run, env, force)
+                every = FUNCTIONS | (functions or {})
+                at_work = _AtWork(run_dir, env, every, time_limit_s, summary, progress)
+                at_work.measure(missing, worker, every_device)
+            return finish(run, summary, begun)
     finally:
         if worker:
             worker.stop()
-        if run:
-            run.close()
-
-
-def status_of(error: BaseException) -> str:
-    """The status of a run that an exception ended."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "incomplete" if isinstance(error, LockedError) else "failed"
 
 
 def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:

@@ -9,11 +9,11 @@ so two paths are only ever compared on the same device.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlakit.archs import vendor_of
@@ -30,9 +30,16 @@ from mlakit.sweep.run import (
     open_sweep,
     run_sweep,
     settle_environment,
-    status_of,
 )
-from mlakit.sweep.worker import FUNCTIONS, WarmDevice, Worker, devices_of, difference, write_fault
+from mlakit.sweep.worker import (
+    FUNCTIONS,
+    WarmDevice,
+    Worker,
+    devices_of,
+    difference,
+    here,
+    write_fault,
+)
 
 _START_S = 120.0
 
@@ -108,58 +115,38 @@ def over_dask(
     begun = time.perf_counter()
     distributed = _distributed()
     run_dir = Path(out_dir).absolute()
-    cluster = run = None
-    try:
-        cluster = local_cluster() if scheduler is None else None
-        with distributed.Client(scheduler or cluster, timeout=20, set_as_default=False) as client:
-            env = _cluster_environment(client)
-            run = open_sweep(cells, run_dir, measure, resume, spec=spec, time_limit_s=time_limit_s)
-            settle_environment(run, env, force)
-            missing, total = missing_jobs(run, retry)
-            known = total - len(missing)
-            summary = SweepSummary(run.id, str(out_dir), total, done=known, reused=known)
-            summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
-            every = FUNCTIONS | (functions or {})
-            futures = {}
-            for kind, cell in missing:
-                if not devices_of(cell.arch, env):
-                    offered = ", ".join(sorted({d["arch"] for d in env["devices"].values()}))
-                    reason = f"no dask worker offers {cell.arch} (offered: {offered})"
-                    statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
-                    count_in(summary, progress, cell, {"statuses": statuses})
-                    continue
-                future = client.submit(
-                    _run_cell,
-                    str(run_dir),
-                    kind,
-                    cell.to_json(),
-                    env,
-                    every[kind],
-                    time_limit_s,
-                    key=f"{run.id}-{kind}-{cell.id}",
-                    resources={cell.arch: 1},
-                    pure=False,
-                )
-                futures[future] = (kind, cell)
-            for future in distributed.as_completed(list(futures), loop=client.loop):
-                kind, cell = futures[future]
-                try:
-                    reply = future.result()
-                except distributed.KilledWorker:
-                    reason = "every dask worker that took this cell died"
-                    reply = {"statuses": write_fault(run_dir, kind, cell, env, "killed", reason)}
-                count_in(summary, progress, cell, reply)
+    record = {"spec": spec, "time_limit_s": time_limit_s}
+    with contextlib.ExitStack() as stack:
+        cluster = scheduler or stack.enter_context(local_cluster())
+        client = distributed.Client(cluster, timeout=20, set_as_default=False)
+        stack.enter_context(client)
+        env = _cluster_environment(client)
+        run = stack.enter_context(open_sweep(cells, run_dir, measure, resume, **record))
+        settle_environment(run, env, force)
+        missing, summary = missing_jobs(run, retry)
+        summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        every = FUNCTIONS | (functions or {})
+        futures = {}
+        for kind, cell in missing:
+            if not devices_of(cell.arch, env):
+                reason = f"no dask worker offers {cell.arch} (offered: {', '.join(here(env))})"
+                statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
+                count_in(summary, progress, cell, {"statuses": statuses})
+                continue
+            arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], time_limit_s)
+            key, offer = f"{run.id}-{kind}-{cell.id}", {cell.arch: 1}
+            future = client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
+            futures[future] = (kind, cell)
+        for future in distributed.as_completed(list(futures), loop=client.loop):
+            kind, cell = futures[future]
+            try:
+                reply = future.result()
+            except distributed.KilledWorker:
+                reason = "every dask worker that took this cell died"
+                reply = {"statuses": write_fault(run_dir, kind, cell, env, "killed", reason)}
+            count_in(summary, progress, cell, reply)
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
         return finish(run, summary, begun)
-    except BaseException as error:
-        if run:
-            run.save(status=status_of(error), ended_at=store.now())
-        raise
-    finally:
-        if cluster:
-            cluster.close()
-        if run:
-            run.close()
 
 
 def _cluster_environment(client) -> dict:
@@ -231,25 +218,18 @@ def _run_cell(
     return {"cell_id": cell.id} | reply
 
 
-class _claim:
+@contextlib.contextmanager
+def _claim(path: Path, wait_s: float) -> Iterator[None]:
     """Hold a cell, for as long as this process lives at most: the kernel frees a dead one's."""
-
-    def __init__(self, path: Path, wait_s: float) -> None:
-        self._path, self._wait_s = path, wait_s
-
-    def __enter__(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + self._wait_s
+    path.parent.mkdir(exist_ok=True)
+    deadline = time.monotonic() + wait_s
+    with open(path, "a") as file:
         while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    os.close(self._file)
-                    raise TimeoutError(f"{self._path.name} is claimed elsewhere") from None
+                    raise TimeoutError(f"{path.name} is claimed elsewhere") from None
                 time.sleep(0.2)
-
-    def __exit__(self, *_) -> None:
-        os.close(self._file)
+        yield

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from mlakit.archs import devices, vendor_of
@@ -104,6 +105,7 @@ def identity(cell: Cell, run: str, env: dict) -> dict:
         "cell_id": cell.id,
         "started_at": now(),
         "evidence": "measured",
+        "source": "this run",
         **{name: value for name, value in found.items() if name != "uuid"},
         "model": cell.model,
         "hidden_size": model(cell.model).hidden_size if cell.model else None,
@@ -203,6 +205,7 @@ def _measure(request: dict, env: dict) -> dict:
         return {"statuses": [r["status"] for r in rows], "measure_s": measured}
     except Exception as error:
         # one process serves many cells: a fault of any kind is this cell's row, and no more
+        traceback.print_exc()
         lost = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
         status = "oom" if lost else "failed"
         reply = {"statuses": write_fault(run_dir, kind, cell, env, status, plain_reason(error))}
@@ -241,7 +244,7 @@ def main() -> None:
         timed = request["kind"] == "timing"
         try:
             with (
-                guard.device_lock(request["device"], wait_s=LOCK_WAIT_S)
+                guard.device_lock(request["device"], wait_s=request["lock_wait_s"])
                 if timed
                 else contextlib.nullcontext()
             ):
@@ -303,7 +306,7 @@ class Worker:
             WorkerLostError: past ``limit_s`` (the worker's process group is killed) or crashed.
         """
         request = {"cell": cell.to_json(), "kind": kind, "device": device, "function": function}
-        request["run_dir"] = str(run_dir)
+        request |= {"run_dir": str(run_dir), "lock_wait_s": LOCK_WAIT_S}
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from mlakit.context import QUANTS
 from mlakit.errors import MisuseError
+from mlakit.paths import registry
 from mlakit.sweep.grid import PRESETS, accuracy_cells, expand
 
 
@@ -51,6 +53,14 @@ def test_a_model_brings_its_name_widths_and_eps():
     kimi, pair = expand(models=["kimi-k2.5"], hidden=[(1536, 512)], batches=[1])
     assert (kimi.model, kimi.eps) == ("Kimi-K2", 1e-5)
     assert (pair.model, pair.eps, pair.widths) == ("", 1e-6, kimi.widths)
+
+
+def test_default_paths_are_those_that_deliver_the_quant():
+    for cell in expand(batches=[1], quants=QUANTS):
+        assert cell.paths == tuple(
+            n for n in registry.names() if registry.get(n).output == cell.quant
+        )
+        assert cell.paths
 
 
 def test_accuracy_does_not_depend_on_how_time_is_taken():

@@ -15,10 +15,11 @@ import pytest
 
 from mlakit.errors import ExitCode, MisuseError
 from mlakit.sweep import run as run_module
-from mlakit.sweep import store
+from mlakit.sweep import store, worker
 from mlakit.sweep.grid import expand
 from mlakit.sweep.run import SweepSummary, run_sweep
 from mlakit.sweep.worker import difference, needed_bytes, plain_reason
+from mlakit.timing.guard import LockedError
 
 MEASURE = {"timing": "doubles:measure", "accuracy": "doubles:accuracy"}
 FAULTS = (1001, 1002, 1003, 1004, 1005, 1006)
@@ -163,6 +164,7 @@ def test_another_environment_is_refused_unless_forced(tmp_path, doubles_log):
     ):
         run_sweep(None, run_dir, functions=MEASURE)
     assert "\n" not in str(refused.value)
+    assert store.show_run(run_dir)["status"] == "ok"
     summary = run_sweep(None, run_dir, functions=MEASURE, force=True)
     assert (summary.reused, summary.done) == (1, 2)
     assert store.show_run(run_dir)["other_environments"][0]["devices"]["cpu"]["torch"] == "1.0"
@@ -175,6 +177,22 @@ def test_failed_cells_are_measured_again_on_request(tmp_path, doubles_log):
     again = run_sweep(None, run_dir, functions={"timing": "doubles:slow"}, retry=["failed"])
     assert again.reused == 1
     assert set(store.read_rows(run_dir).status) == {"ok"}
+
+
+def test_a_held_device_ends_the_sweep_without_rows(tmp_path, doubles_log, monkeypatch):
+    """The worker waits for the device's lock, and a device held throughout is no cell's fault."""
+    monkeypatch.setattr(worker, "LOCK_WAIT_S", 0.1)
+    holder = "import time\nfrom mlakit.timing.guard import device_lock\n"
+    holder += "with device_lock('cpu'):\n    print('held', flush=True)\n    time.sleep(60)"
+    command = [sys.executable, "-c", holder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(LockedError, match=str(process.pid)):
+            run_sweep(cells_of(1), tmp_path / "run", functions=MEASURE)
+        process.kill()
+    assert store.show_run(tmp_path / "run")["status"] == "incomplete"
+    assert store.read_rows(tmp_path / "run").empty
+    assert run_sweep(None, tmp_path / "run", functions=MEASURE).statuses == {"ok": 2}
 
 
 def test_no_run_folder_is_made_for_a_bad_request(tmp_path):
@@ -194,6 +212,27 @@ def test_bare_command(tmp_path, doubles_log, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert store.show_run(last)["status"] == "ok"
     assert run_module.main(["--resume", last]) == 7
+
+
+def test_a_bare_gpu_machine_needs_no_more_than_it_has(tmp_path, doubles_log):
+    """The driver and the worker, with every package blocked that such a machine lacks."""
+    blocked = "pydantic", "typer", "rich", "scipy", "numba", "dask", "distributed", "yaml"
+    block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
+    (tmp_path / "sitecustomize.py").write_text(block)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
+    command = "-m mlakit.sweep.run --archs cpu --batches 3 --paths cpu_fused --out".split()
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "runs")],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert done.stdout.splitlines()[-1] == str(run_dir), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(store.read_rows(run_dir)) >= 1
+    assert not any(name in (run_dir / "worker.log").read_text() for name in blocked)
 
 
 @pytest.mark.parametrize(
