@@ -25,9 +25,9 @@ STEPS = {
     "inductor": 'check("inductor")',
     "triton_fused": 'check("triton_fused")',
     "codegen": (
-        "from mlakit.codegen import compile\n"
-        'made = compile.qk_rmsnorm("gfx942", parse_hidden("DeepSeek-V3"), "bf16")\n'
-        'assert "s_endpgm" in made.asm'
+        "from mlakit.codegen import compile, shipped\n"
+        'asked = shipped.request("gfx942", parse_hidden("DeepSeek-V3"), "bf16")\n'
+        'assert "s_endpgm" in compile.compile_many([asked])[0].text'
     ),
 }
 
