@@ -81,10 +81,8 @@ class Ring:
         self._weights = [
             _slab(count, n, _weight_dtype(cell), device) for n in (w.q_lora_rank, w.kv_lora_rank)
         ]
-        self._out = [
-            _slab(count, m * n, dtype, device) if rotates_outputs(cell) else None
-            for n in (w.q_lora_rank, w.kv_lora_rank)
-        ]
+        widths = (w.q_lora_rank, w.kv_lora_rank) if rotates_outputs(cell) else ()
+        self._out = [_slab(count, m * n, dtype, device) for n in widths]
         self.fill(cell.seed)
         self.slots = [self._slot(i) for i in range(count)]
 
@@ -116,8 +114,7 @@ class Ring:
         for slab, weight in zip(self._weights, (made.q_weight, made.k_weight), strict=True):
             slab[:, : weight.numel()] = weight
         for slab in self._out:
-            if slab is not None:
-                slab.fill_(float("nan"))
+            slab.fill_(float("nan"))
 
     def _powers(self, count: int, generator: torch.Generator) -> torch.Tensor:
         powers = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])
@@ -147,8 +144,9 @@ class Ring:
             q, k = (s[i, : m * n].view(m, n) for s, n in zip(self._data, (nq, nk), strict=True))
         qw, kw = (s[i, :n] for s, n in zip(self._weights, (nq, nk), strict=True))
         out = None
-        if self._out[0] is not None:
-            out = tuple(s[i, : m * n].view(m, n) for s, n in zip(self._out, (nq, nk), strict=True))
+        if self._out:
+            q_out, k_out = self._out
+            out = q_out[i, : m * nq].view(m, nq), k_out[i, : m * nk].view(m, nk)
         return Slot(i, (q, qw, self.cell.eps, k, kw, self.cell.eps), out)
 
 

@@ -33,7 +33,7 @@ def wrong_output(lane, path: Path, ring: Ring) -> str | None:
     return None
 
 
-def _wrong_slot(slot: Slot, out: object, path: Path) -> str | None:
+def _wrong_slot(slot: Slot, out, path: Path) -> str | None:
     q, q_weight, q_eps, k, k_weight, k_eps = slot.args
     q_out, k_out = out
     parts = [("k", k, k_weight, k_eps, k_out)]

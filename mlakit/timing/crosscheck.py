@@ -68,7 +68,7 @@ def _row(cell: Cell, device: str) -> dict:
     loop_us = float(np.median([_loop_us(path.call, ring) for _ in range(_ROUNDS)]))
     kernel_us = float(np.median([kernel.take() for _ in range(_ROUNDS)]))
     span_us, busy_us = np.median([_replay_us(graph) for _ in range(_ROUNDS)], axis=0)
-    row = {
+    row: dict = {
         "path": path.name,
         "m": cell.m,
         "graph_us": graph_us,
@@ -86,7 +86,7 @@ def _row(cell: Cell, device: str) -> dict:
     return row
 
 
-def _replay_us(lane: clock.GraphLane) -> tuple[float, float]:
+def _replay_us(lane) -> tuple[float, float]:
     """Per call of one replay, by the profiler: first start to last end, and kernels added up."""
     kernels = clock.profile(lane.graph.replay)
     span = max(start + us for _, start, us in kernels) - kernels[0][1]

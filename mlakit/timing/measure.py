@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +33,10 @@ class _Entry:
     """One path or control of a cell on its way to a row."""
 
     name: str
-    path: registry.Path | None = None
-    call: Callable | None = None
-    lane: object = None
+    path: Any = None
+    """a ``registry.Path``; None for a control"""
+    call: Any = None
+    lane: Any = None
     status: str = "ok"
     reason: str | None = None
     config: str | None = None
@@ -68,7 +71,8 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
         wrong or out of memory is a row that says so. Raw samples by path.
 
     Raises:
-        MisuseError: the cell is for another arch, or the clock does not exist there.
+        MisuseError: the cell is for another arch, the clock does not exist there, or Triton
+            interprets in this process.
         LockedError: another process holds the device; it is named.
     """
     run = dict(run or {})
@@ -84,6 +88,11 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
 
 
 def _check_place(cell: Cell, device: str) -> None:
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise MisuseError(
+            "TRITON_INTERPRET is set: kernels are interpreted in this process, so nothing is "
+            "timed; unset it"
+        )
     found = guard.device_of(device)
     arch = found.arch if found else "cpu"
     if cell.arch != arch:
@@ -320,9 +329,9 @@ class _Measurement:
         alive = name not in self.sampled.errors
         return float(np.median(samples)) if samples and alive else None
 
-    def _bytes(self, entry: _Entry) -> int | None:
+    def _bytes(self, entry: _Entry) -> int:
         if entry.name == "launch_floor":
-            return None
+            return 0
         q_bytes = None
         if entry.path and entry.path.output != "none" and entry.lane.seen:
             q_bytes = sum(t.nbytes for t in clock.tensors(entry.lane.seen[-1][1][0]))
@@ -386,7 +395,7 @@ class _Measurement:
 
     def _figures(self, entry: _Entry, copy_us: float | None) -> dict:
         samples = np.array(self.sampled.samples_us[entry.name])
-        row = {"n": len(samples), **stats.summary(samples)}
+        row: dict[str, Any] = {"n": len(samples), **stats.summary(samples)}
         base = self._baseline(entry)
         if base is not None:
             ratio = stats.paired_ratio(self.sampled.samples_us[base], samples)

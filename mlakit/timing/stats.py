@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 PERCENTILES = (5, 20, 50, 80, 95)
 
@@ -28,7 +29,7 @@ class Interval:
         return (self.hi - self.lo) / 2 / abs(self.value) if self.value else float("inf")
 
 
-def summary(samples_us: np.ndarray) -> dict[str, float]:
+def summary(samples_us: ArrayLike) -> dict[str, float]:
     """``p05_us`` to ``p95_us`` and ``mad_us`` (median absolute deviation, unscaled)."""
     x = np.asarray(samples_us, dtype=float)
     figures = dict(zip(PERCENTILES, np.percentile(x, PERCENTILES), strict=True))
@@ -61,7 +62,7 @@ def median_interval(samples: np.ndarray, *, resamples: int = 1000, seed: int = 0
 
 
 def paired_ratio(
-    base_us: np.ndarray, this_us: np.ndarray, *, resamples: int = 1000, seed: int = 0
+    base_us: ArrayLike, this_us: ArrayLike, *, resamples: int = 1000, seed: int = 0
 ) -> Interval:
     """The median of ``base / this`` over rounds, with its interval; above 1, this is faster.
 
@@ -76,7 +77,7 @@ def paired_ratio(
     return median_interval(base / this, resamples=resamples, seed=seed)
 
 
-def drift(samples_us: np.ndarray) -> float:
+def drift(samples_us: ArrayLike) -> float:
     """Median of the last tenth over that of the first tenth, less 1; 0 below 20 samples."""
     x = np.asarray(samples_us, dtype=float)
     if len(x) < 20:
@@ -85,7 +86,7 @@ def drift(samples_us: np.ndarray) -> float:
     return float(np.median(x[-tenth:]) / np.median(x[:tenth]) - 1)
 
 
-def is_bimodal(samples_us: np.ndarray, *, share: float = 0.05, gap: float = 0.05) -> bool:
+def is_bimodal(samples_us: ArrayLike, *, share: float = 0.05, gap: float = 0.05) -> bool:
     """Whether samples fall in two clusters, each at least ``share`` of them, ``gap`` apart.
 
     The split that minimises the variance inside two clusters of log time is taken (Otsu's); it

@@ -120,3 +120,62 @@ def test_the_triton_copy_copies_under_the_interpreter():
     pytest.importorskip("triton")
     child = [sys.executable, "-c", INTERPRETED]
     subprocess.run(child, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=120)
+
+
+class FakeGraph:
+    def __init__(self, call, slots):
+        self.work = [(call, s) for s in slots]
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        self.outs = [call(*s.args, out=s.out) for call, s in self.work]
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, other):
+        return 0.6
+
+
+def fake_capture(call, slots):
+    graph = FakeGraph(call, slots)
+    graph.replay()
+    return graph, graph.outs
+
+
+def test_graph_lane_replays_rotating_slots_and_checks_what_was_timed(monkeypatch):
+    monkeypatch.setattr(clock, "capture", fake_capture)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    ring = buffers.Ring(replace(GRAPH, m=7), "cpu", 6)
+    plan = clock.GraphPlan(calls=12, slots=6, flush=True)
+    lane = clock.GraphLane(controls.copy_torch, ring, plan, cache_bytes=1 << 12)
+    assert lane.take() == pytest.approx(600 / 12)
+    assert {s.index for _, s in lane.graph.work} == set(range(6))
+    ring.fill(1)
+    lane.poison()
+    assert all(out[1].isnan().all() for _, out in lane.seen)
+    lane.take()
+    assert [s.index for s, _ in lane.seen] == [0, 0, 5]
+    assert all(torch.equal(out[0], s.args[0]) for s, out in lane.seen)
+
+
+def test_kernel_lane_adds_the_kernels_of_a_call(monkeypatch):
+    def fake_profile(run):
+        run()
+        return [(name, i, us) for i in range(20) for name, us in (("q", 2.0), ("k", 1.0))]
+
+    monkeypatch.setattr(clock, "profile", fake_profile)
+    ring = buffers.Ring(replace(CELL, clock="kernel"), "cpu", 4)
+    lane = clock.KernelLane(controls.copy_torch, ring, 20, lambda: None)
+    assert lane.take() == pytest.approx(3.0)
+    assert lane.kernels == ("q", "k")
+    slot, out = lane.seen[-1]
+    assert out[0].data_ptr() == slot.out[0].data_ptr()

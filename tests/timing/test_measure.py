@@ -189,3 +189,9 @@ def test_no_q_latent_is_a_cell_too():
     rows = measure.measure_cell(cell).rows
     assert [r["status"] for r in rows] == ["ok"] * 3
     assert rows[0]["bytes_moved"] == 5 * 16 * 2 * 2 + 32
+
+
+def test_nothing_is_timed_under_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(MisuseError, match="TRITON_INTERPRET is set"):
+        rows_of("two")
