@@ -227,11 +227,22 @@ def _imports() -> Iterator[Finding]:
         yield Finding("imports", name, state, error or "imports", "imports", todo)
 
 
+_IMPORT = """
+import sys
+try:
+    __import__(sys.argv[1])
+except BaseException as error:
+    text = (str(error).strip().splitlines() or ["no message"])[0]
+    print(f"{type(error).__name__}: {text}"[:200])
+    sys.exit(1)
+"""
+
+
 def import_error(name: str) -> str | None:
-    """None if ``import name`` works in a fresh child process, else its last line of error."""
+    """None if ``name`` imports in a fresh child process, else one line that says why not."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"import {name}"],
+            [sys.executable, "-c", _IMPORT, name],
             capture_output=True,
             text=True,
             errors="replace",
@@ -242,5 +253,5 @@ def import_error(name: str) -> str | None:
         return f"importing {name} took over {_IMPORT_LIMIT_S} s"
     if done.returncode == 0:
         return None
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return (lines[-1].strip() if lines else f"exit status {done.returncode}")[:200]
+    lines = done.stdout.splitlines() if done.returncode == 1 else []
+    return lines[-1] if lines else f"importing {name} ended with exit status {done.returncode}"

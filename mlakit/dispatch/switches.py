@@ -57,7 +57,7 @@ def _wrong(kind: str, name: str, value: str) -> str | None:
         for part in re.split(r"[;,\s]+", text):
             if part and not is_device_arch(base_name(part)):
                 return f"{name}={value!r}: {part!r} is no device arch; write e.g. gfx942;gfx950"
-    if kind == "gfx" and text and not re.fullmatch(r"\d+\.\d+\.[0-9a-f]+", text):
+    if kind == "gfx" and text and not re.fullmatch(r"\d+\.\d+\.\d+", text):
         return f"{name}={value!r}: write major.minor.stepping, for example 9.4.2"
     return None
 
@@ -106,12 +106,12 @@ def aiter_forbidden(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def overridden_arch(environ: Mapping[str, str] | None = None) -> str | None:
-    """The arch that HSA_OVERRIDE_GFX_VERSION names (``9.4.2`` is gfx942), or None."""
+    """The arch that HSA_OVERRIDE_GFX_VERSION names, or None: 9.4.2 is gfx942, 9.0.10 gfx90a."""
     switch = read("HSA_OVERRIDE_GFX_VERSION", environ)
     if switch.error or not switch.value.strip():
         return None
-    major, minor, stepping = switch.value.strip().lower().split(".")
-    return f"gfx{major}{minor}{int(stepping, 16):x}" if stepping.isdecimal() else None
+    major, minor, stepping = (int(n) for n in switch.value.strip().split("."))
+    return f"gfx{major}{minor:x}{stepping:x}"
 
 
 def built_archs(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

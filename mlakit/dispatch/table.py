@@ -1,0 +1,86 @@
+"""The choice from measurements: thresholds in M by arch, widths, dtype, quantisation and clock.
+
+``data/dispatch/<arch>.csv`` is built by ``mlakit tune`` from timing rows; each line says from which
+M a path is the fastest measured one, and in which recorded run. Reading it costs one small file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+from dataclasses import dataclass
+from functools import cache
+
+from mlakit.context import Context
+from mlakit.datafiles import data_dir
+
+COLUMNS = "q_lora_rank kv_lora_rank dtype quant clock m_from path source".split()
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One kind of call: from ``m_from[i]`` rows on, ``paths[i]`` was the fastest measured path."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    dtype: str
+    quant: str
+    clock: str
+    m_from: tuple[int, ...]
+    paths: tuple[str, ...]
+    source: str
+
+    def at(self, m: int) -> str:
+        """The path for ``m`` rows; the first one below the smallest measured M."""
+        return self.paths[max(0, bisect.bisect_right(self.m_from, m) - 1)]
+
+
+@cache
+def ladders(arch: str) -> tuple[Ladder, ...]:
+    """Every ladder of an arch; empty where nothing was measured on it."""
+    file = data_dir() / "dispatch" / f"{arch}.csv"
+    if not file.is_file():
+        return ()
+    groups: dict[tuple, list[dict]] = {}
+    with open(file, newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            groups.setdefault(tuple(row[c] for c in COLUMNS[:5]), []).append(row)
+    found = []
+    for (q, kv, dtype, quant, clock), rows in groups.items():
+        rows.sort(key=lambda r: int(r["m_from"]))
+        steps = tuple(int(r["m_from"]) for r in rows)
+        paths = tuple(r["path"] for r in rows)
+        found.append(Ladder(int(q), int(kv), dtype, quant, clock, steps, paths, rows[0]["source"]))
+    return tuple(found)
+
+
+def clock_of(context: Context) -> str:
+    """The clock a context's calls are timed by: ``cpu``, ``graph`` in a capture, ``eager``."""
+    if context.vendor == "cpu":
+        return "cpu"
+    return "graph" if context.capture else "eager"
+
+
+def choose(context: Context) -> tuple[str, str] | None:
+    """(path, reason) from measurements, or None where none speaks for this context.
+
+    Widths that were not measured take the ladder of the nearest total width, and the reason says
+    so; dtype, quantisation and clock must match, 16-bit dtypes standing for each other.
+    """
+    near = []
+    for ladder in ladders(context.arch):
+        same = ladder.quant == context.quant and ladder.clock == clock_of(context)
+        alike = ladder.dtype == context.dtype or {ladder.dtype, context.dtype} == {"bf16", "fp16"}
+        # kv alone is another kind of call: nothing is fused, so nothing stands for it.
+        kind = (ladder.q_lora_rank == 0) == (context.q_lora_rank == 0)
+        if same and alike and kind:
+            apart = abs(ladder.q_lora_rank - context.q_lora_rank)
+            apart += abs(ladder.kv_lora_rank - context.kv_lora_rank)
+            near.append((apart, ladder.dtype != context.dtype, ladder))
+    if not near:
+        return None
+    apart, _, ladder = min(near, key=lambda n: n[:2])
+    path = ladder.at(context.m)
+    shape = f"{ladder.q_lora_rank}+{ladder.kv_lora_rank} {ladder.dtype}"
+    how = "measured" if apart == 0 else f"nearest measured widths {shape}"
+    return path, f"fastest at M = {context.m} by {ladder.source} ({how}, {ladder.clock} clock)"
