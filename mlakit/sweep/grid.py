@@ -77,7 +77,9 @@ def _paths(quant: str) -> tuple[str, ...]:
     return tuple(name for name, delivers in quants.items() if delivers == quant)
 
 
-def _shapes(models: Iterable[str], hidden: Iterable[object]) -> list[tuple[str, Widths, float]]:
+def _shapes(
+    models: Iterable[str], hidden: Iterable[str | Iterable[int] | Widths]
+) -> list[tuple[str, Widths, float]]:
     """(model's name or empty, widths, eps), each once."""
     found = [(m.name, m.widths, m.eps) for m in map(model, models)]
     for given in hidden:

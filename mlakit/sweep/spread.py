@@ -63,7 +63,8 @@ def local_cluster(archs: Sequence[str] | None = None):
         probe = Worker()
         probe.stop()
         archs = [d["arch"] for d in probe.environment["devices"].values()]
-    workers, seen = {}, {}
+    workers: dict = {}
+    seen: dict[str, int] = {}
     for number, arch in enumerate(archs):
         index = seen[arch] = seen.get(arch, -1) + 1
         shown = "HIP_VISIBLE_DEVICES" if vendor_of(arch) == "amd" else "CUDA_VISIBLE_DEVICES"

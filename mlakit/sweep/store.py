@@ -385,7 +385,7 @@ def list_runs(root: str | Path = "runs"):
     """Every run below ``root``, oldest first, as a DataFrame; an unreadable one is listed so."""
     import pandas as pd
 
-    rows = []
+    rows: list[dict] = []
     for file in sorted(Path(root).glob("*/run.json")):
         try:
             record = show_run(file.parent)

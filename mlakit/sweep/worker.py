@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from mlakit.archs import devices, vendor_of
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult
@@ -279,7 +280,7 @@ class Worker:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self._ooms = _oom_kills()
         with open(log or os.devnull, "ab") as stderr:
-            self._process = subprocess.Popen(
+            self._process: Any = subprocess.Popen(
                 [sys.executable, "-m", "mlakit.sweep.worker", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -305,8 +306,14 @@ class Worker:
             LockedError: another timing run held the device for ``LOCK_WAIT_S``.
             WorkerLostError: past ``limit_s`` (the worker's process group is killed) or crashed.
         """
-        request = {"cell": cell.to_json(), "kind": kind, "device": device, "function": function}
-        request |= {"run_dir": str(run_dir), "lock_wait_s": LOCK_WAIT_S}
+        request = {
+            "cell": cell.to_json(),
+            "kind": kind,
+            "device": device,
+            "function": function,
+            "run_dir": str(run_dir),
+            "lock_wait_s": LOCK_WAIT_S,
+        }
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

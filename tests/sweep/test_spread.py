@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlakit.errors import MisuseError
-from mlakit.sweep import store
+from mlakit.sweep import run, store
 from mlakit.sweep.grid import expand
 
 distributed = pytest.importorskip("distributed")
@@ -95,7 +95,11 @@ def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, m
     assert doubles_log.read_text().count("begin") == 1
 
 
-def test_local_uses_every_device_here(tmp_path, doubles_log):
-    cells = expand(batches=[1, 2], paths=["cpu_fused"])
+def test_local_shares_the_cells_out_among_the_devices(tmp_path, doubles_log, monkeypatch):
+    monkeypatch.setattr(run, "devices_of", lambda arch, env: ["cpu", "cpu"])
+    cells = expand(batches=range(1, 9), paths=["cpu_fused"])
     summary = spread.local(cells, tmp_path / "run", functions=SLOW)
-    assert (summary.done, summary.workers, summary.statuses) == (2, 1, {"ok": 2})
+    assert (summary.done, summary.workers, summary.statuses) == (8, 2, {"ok": 8})
+    ends = [line.split()[1:] for line in doubles_log.read_text().splitlines() if "end" in line]
+    assert sorted(cell_id for cell_id, _ in ends) == sorted(c.id for c in cells)
+    assert len({pid for _, pid in ends}) == 2

@@ -1,0 +1,126 @@
+"""Regret: the time a policy loses against the best available path, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from mlakit import archs
+from mlakit.context import Context
+from mlakit.dispatch import policies
+from mlakit.dispatch.choice import OUTSIDE
+from mlakit.errors import RefusedError, unknown
+from mlakit.sweep.tune import candidates
+
+TRAFFIC: dict[str, Callable[[int], float]] = {
+    "even": lambda m: 1.0,
+    "decode-heavy": lambda m: 1.0 / m,
+    "prefill-heavy": lambda m: float(m),
+}
+"""Weight of a cell by its M: ``decode-heavy`` as if every M served as many rows, in more calls."""
+
+CELL = "arch q_lora_rank kv_lora_rank m dtype quant clock".split()
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Shares of time lost; 0.02 is 2 %. ``cells`` judged, ``unjudged`` without a figure."""
+
+    policy: str
+    mean: float
+    worst: float
+    weighted: float
+    traffic: str
+    cells: int
+    unjudged: int
+    worst_cell: str
+    stand_ins: str
+    """paths of the engine that mlakit does not have, and what was timed in their place"""
+
+
+def context_of(cell: dict) -> Context:
+    """The context in which a timing row's call was made."""
+    native = None if cell["quant"] == "none" else archs.fp8_format(cell["arch"])
+    weight = {"none": cell["dtype"], "mxfp4": "mxfp4"}.get(cell["quant"], native or cell["dtype"])
+    return Context(
+        arch=cell["arch"],
+        m=int(cell["m"]),
+        q_lora_rank=int(cell["q_lora_rank"]),
+        kv_lora_rank=int(cell["kv_lora_rank"]),
+        dtype=cell["dtype"],
+        norm_weight_dtype=cell["dtype"],
+        weight_dtype=weight,
+        block_scale=cell["quant"] != "fp8_token",
+        quant=cell["quant"],
+        capture=cell["clock"] == "graph",
+    )
+
+
+def cell_regrets(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
+    """A row a cell: the policy's path, the best one, and the share lost outside the interval.
+
+    The interval of a cell is that of its headline ratio; a loss inside it counts as none. Where
+    the policy's path has no figure the share is NaN, and ``note`` says why.
+    """
+    rows = []
+    for key, part in candidates(frame).groupby(CELL, sort=False):
+        cell = dict(zip(CELL, key, strict=True))
+        times = part.groupby("path_ran")["p50_us"].median()
+        half = part["ratio_hi"].sub(part["ratio_lo"]).div(2).div(part["ratio"])
+        half = half.groupby(part["path_ran"]).median().fillna(0.0)
+        best = times.idxmin()
+        path, note = _path_of(policy, cell)
+        lost = np.nan
+        if path in times.index:
+            lost = times[path] / times[best] - 1
+            lost = max(0.0, lost - float(np.hypot(half.get(path, 0), half.get(best, 0))))
+        elif not note:
+            note = f"{path} was not timed"
+        rows.append(cell | {"path": path, "best": best, "regret": lost, "note": note})
+    return pd.DataFrame(rows)
+
+
+def _path_of(policy: str, cell: dict) -> tuple[str, str]:
+    try:
+        choice = policies.choose(context_of(cell), policy)
+    except RefusedError as error:
+        return "", str(error)
+    if choice.path in OUTSIDE and OUTSIDE[choice.path].stand_in:
+        stand_in = OUTSIDE[choice.path].stand_in
+        return stand_in, f"{stand_in} stands in for {choice.path}"
+    return choice.path, ""
+
+
+def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
+    """A policy's regret over the cells of ``frame`` (timing rows of one device).
+
+    Raises:
+        MisuseError: unknown policy or traffic profile.
+    """
+    if traffic not in TRAFFIC:
+        raise unknown("traffic profile", traffic, TRAFFIC)
+    policies.get(policy)
+    cells = cell_regrets(frame, policy)
+    judged = cells[cells["regret"].notna()]
+    if judged.empty:
+        nan = float("nan")
+        return Regret(policy, nan, nan, nan, traffic, 0, len(cells), "", "")
+    weights = judged["m"].astype(float).map(TRAFFIC[traffic])
+    worst = judged.loc[judged["regret"].idxmax()]
+    return Regret(
+        policy=policy,
+        mean=float(judged["regret"].mean()),
+        worst=float(judged["regret"].max()),
+        weighted=float(np.average(judged["regret"], weights=weights)),
+        traffic=traffic,
+        cells=len(judged),
+        unjudged=len(cells) - len(judged),
+        worst_cell=(
+            f"{worst['q_lora_rank']}+{worst['kv_lora_rank']} M={worst['m']} {worst['dtype']} "
+            f"{worst['clock']}: {worst['path']}, best {worst['best']}"
+        ),
+        stand_ins="; ".join(sorted({n for n in judged["note"] if n})),
+    )
