@@ -79,6 +79,8 @@ def parse_operand(text: str) -> Operand:
         inner, sext = inner[5:-1], True
     if re.match(r"-[|vsta]", inner) or inner.startswith("neg("):
         inner, neg = inner.removeprefix("neg(").removeprefix("-").rstrip(")"), True
+    if inner.startswith("lit64("):
+        inner = text = inner[6:-1]
     if inner.startswith("|"):
         inner, absolute = inner.strip("|"), True
     mods = dict(neg=neg, absolute=absolute, sext=sext, text=text)
@@ -106,8 +108,13 @@ def parse_operand(text: str) -> Operand:
 
 
 def const_bits(text: str, kind: str) -> int:
-    """Bits of an inline constant or literal as an operand of ``kind`` (f16 f32 f64, else int)."""
+    """Bits of an inline constant or literal as an operand of ``kind`` (f16 f32 f64, else int).
+
+    A 32-bit literal is the high half of a float64 (CDNA3 ISA, "Literal Constants").
+    """
     text = text.strip("|")
+    if kind == "f64" and re.fullmatch(r"0x[0-9a-f]{1,8}", text):
+        return int(text, 0) << 32
     if "." in text and "x" not in text:
         code = {"f16": "<e", "f64": "<d"}.get(kind, "<f")
         return int.from_bytes(struct.pack(code, float(text)), "little")

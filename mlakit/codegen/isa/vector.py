@@ -208,6 +208,9 @@ OPS: dict[str, Op] = {
     "v_lshl_add_u64": _op(
         "b64", "u64 u32 u64", lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c
     ),
+    "v_mul_u64": _op("b64", "u64 u64", lambda a, b: a * b),
+    "v_sub_u64": _op("b64", "u64 u64", lambda a, b: a - b),
+    "v_mad_u32": _op(_B, "u32 u32 u32", lambda a, b, c: a * b + c),
     "v_add_u64": _op("b64", "u64 u64", lambda a, b: a + b),
     "v_add_lshl_u32": _op(_B, "u32 u32 u32", lambda a, b, c: (a + b) << (c & U32(31))),
     "v_lshl_or_b32": _op(_B, "u32 u32 u32", lambda a, b, c: (a << (b & U32(31))) | c),
@@ -283,6 +286,8 @@ OPS |= {
     "v_mul_f64": _op(_D, "f64 f64", np.multiply),
     "v_fma_f64": _op(_D, "f64 f64 f64", fma64),
     "v_fmac_f64": _op(_D, "f64 f64 f64", fma64, True),
+    "v_fmamk_f64": _op(_D, "f64 f64 f64", lambda a, k, b: fma64(a, k, b)),
+    "v_fmaak_f64": _op(_D, "f64 f64 f64", fma64),
     "v_max_f64": _op(_D, "f64 f64", np.fmax),
     "v_rsq_f64": _op(_D, _D, lambda x: 1 / np.sqrt(x)),
     "v_rcp_f64": _op(_D, _D, lambda x: 1 / x),
@@ -453,7 +458,7 @@ def compare(waves: Waves, i: Instruction) -> None:
 
 def _class(x: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """v_cmp_class: bits from signaling NaN (0), quiet NaN, -inf, -normal ... to +inf (9)."""
-    mantissa, size = (10, U16) if x.dtype == F16 else (23, U32)
+    mantissa, size = {2: (10, U16), 4: (23, U32), 8: (52, U64)}[x.itemsize]
     bits = np.ascontiguousarray(x).view(size)
     quiet = (bits >> size(mantissa - 1)) & size(1)
     minus, tiny = np.signbit(x), np.abs(x) < np.finfo(x.dtype).tiny
@@ -535,7 +540,7 @@ def handler(name: str):
     """The function that runs a vector arithmetic instruction, or None if it is not known."""
     if name in _SPECIAL:
         return _SPECIAL[name]
-    if re.fullmatch(r"v_mad_(nc_)?(u64_u32|i64_i32)", name):
+    if re.fullmatch(r"v_mad_(nc_|co_)?(u64_u32|i64_i32)", name):
         return multiply_add_wide
     if re.fullmatch(r"v_(add|sub|subrev|addc|subb|subbrev)_co(_ci)?_u32", name):
         return with_carry
