@@ -37,3 +37,7 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
     by_lower = {n.lower(): n for n in names}
     hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
     return MisuseError(f"unknown {kind} {given!r}: {hint}known: {', '.join(names)}")
+
+
+class LockedError(RuntimeError):
+    """Another process holds a device or a run; the message names it."""

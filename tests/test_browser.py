@@ -75,7 +75,7 @@ def test_report_folder_says_the_same_to_machines(report):
     assert (summary["status"], summary["exit_code"]) == ("ok", 0)
     assert len(summary["runs"]) == 6
     assert summary["figures"] > 0
-    rows = read_rows(report / "timing")
+    rows = read_rows(report / f"{report.name}-timing")
     assert set(rows["arch"]) == {"cpu", "gfx950"}
     assert rows.loc[rows["arch"] == "gfx950", "p50_us"].isna().all()
     text = "".join(p.read_text() for p in report.glob("*.*"))

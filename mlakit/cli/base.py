@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from mlakit.errors import ExitCode, MisuseError, RefusedError
+from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +43,8 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         see = f"; see: {context.command_path} --help" if context else ""
         code = complain(error.format_message().rstrip(".") + see)
+    except LockedError as error:
+        code = complain(str(error), code=ExitCode.INCOMPLETE)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         code = complain(f"{error.filename or error}: {error.strerror or 'not there'}")
     except (KeyboardInterrupt, typer.Abort):

@@ -45,6 +45,9 @@ def sweep(
         list[str] | None, typer.Option(help="With --resume: statuses to redo.")
     ] = None,
     every_device: Annotated[bool, typer.Option("--every-device", help="All GPUs.")] = False,
+    dask: Annotated[
+        str, typer.Option(help="Over dask: a scheduler's address, or `local` for this machine.")
+    ] = "",
 ) -> int:
     """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
     from mlakit.report import chapters
@@ -53,15 +56,10 @@ def sweep(
 
     if resume:
         chapters.require_run(resume)
-        done = run.run_sweep(
-            None,
-            resume,
-            measure=store.show_run(resume)["measure"],
-            force=force,
-            retry=split(retry),
-            progress=progress(),
-            every_device=every_device,
-        )
+        begun = store.show_run(resume)
+        cells, folder = None, resume
+        options = {"measure": begun["measure"], "force": force, "retry": split(retry)}
+        options |= {"time_limit_s": begun.get("time_limit_s") or run.TIME_LIMIT_S}
     else:
         lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch}
         lists |= {"dtypes": dtype, "quants": quant, "layouts": layout, "clocks": clock}
@@ -73,8 +71,15 @@ def sweep(
             if spec
             else SweepSpec.parse(chosen or {"preset": "quick"})
         )
-        options = asked.options() | {"every_device": every_device}
-        done = run.run_asked(asked.expand_values(), store.new_run_dir(out), options, progress())
+        cells, folder, options = asked.cells(here()[0]), store.new_run_dir(out), asked.options()
+    if dask:
+        from mlakit.sweep.spread import over_dask
+
+        address = None if dask == "local" else dask
+        done = over_dask(cells, folder, scheduler=address, progress=progress(), **options)
+    else:
+        options |= {"every_device": every_device}
+        done = run.run_sweep(cells, folder, progress=progress(), **options)
     print_speed(done.run_dir)
     print(done)
     print(done.run_dir)

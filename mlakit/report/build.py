@@ -99,7 +99,7 @@ def build(
     for kind, these in (("timing", cells), ("accuracy", drift_cells)):
         summary = run_sweep(
             these,
-            folder / kind,
+            run_dir(folder, kind),
             measure=[kind],
             progress=told,
             time_limit_s=options.cell_limit_s,
@@ -112,6 +112,11 @@ def build(
             report.verdicts[f"{arch} · {model}"] = _sentences(options, folder, arch, model)
     _write(report, options, time.monotonic() - begun)
     return report
+
+
+def run_dir(folder: Path, kind: str) -> Path:
+    """Where a report's rows of one kind are; the folder's name makes the run's id its own."""
+    return folder / f"{folder.name}-{kind}"
 
 
 def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...] = ()) -> list:
@@ -140,7 +145,7 @@ def _run_notebooks(
                 given = {"arch": arch, "model": model, "dtype": options.dtype}
                 given |= {"policy": options.policy, "seed": options.seed}
                 kind = "accuracy" if "drift" in name else "timing"
-                given |= {"run_dir": str((folder / kind).resolve())}
+                given |= {"run_dir": str(run_dir(folder, kind).resolve())}
                 batches = options.drift_batches if kind == "accuracy" else options.batches
                 given |= {"batches": list(batches)}
                 given = {k: v for k, v in given.items() if k in declared}
@@ -163,10 +168,10 @@ def _status(runs: list[runbook.NotebookRun], folder: Path) -> str:
     """The gravest status among notebooks and cells; ``ok`` only if every cell has its part."""
     found = {r.status for r in runs}
     for kind in ("timing", "accuracy"):
-        record = store.show_run(folder / kind)
+        record = store.show_run(run_dir(folder, kind))
         if record["status"] not in ("ok", "failed"):
             found.add("incomplete")
-        frame = store.read_rows(folder / kind, kind)
+        frame = store.read_rows(run_dir(folder, kind), kind)
         states = set(frame["status"])
         found |= {"failed"} if states & {"failed", "wrong", "oom"} else set()
         found |= {"killed"} if "killed" in states else set()
@@ -178,9 +183,11 @@ def _status(runs: list[runbook.NotebookRun], folder: Path) -> str:
 
 def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[str]:
     where = {"arch": arch, "model": model, "dtype": options.dtype, "seed": options.seed}
-    timing = chapters.rows("timing", str(folder / "timing"), batches=list(options.batches), **where)
+    timing = chapters.rows(
+        "timing", str(run_dir(folder, "timing")), batches=list(options.batches), **where
+    )
     drift = chapters.rows(
-        "accuracy", str(folder / "accuracy"), batches=list(options.drift_batches), **where
+        "accuracy", str(run_dir(folder, "accuracy")), batches=list(options.drift_batches), **where
     )
     return [*chapters.speed_verdict(timing, arch), *chapters.drift_verdict(drift, arch)]
 
@@ -190,7 +197,7 @@ def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[st
 
 def environment_rows(folder: Path) -> list[dict]:
     """The environment of the measurements, by allow-list: versions and device names only."""
-    env = store.show_run(folder / "timing").get("environment") or {}
+    env = store.show_run(run_dir(folder, "timing")).get("environment") or {}
     rows = [{"what": "mlakit", "version": __version__}]
     rows.append({"what": "python", "version": env.get("python", platform.python_version())})
     for name, device in env.get("devices", {}).items():
@@ -282,8 +289,8 @@ def _index(report: Report, pages: dict[str, runbook.NotebookRun], seconds: float
     out.append(page.table(pd.DataFrame(environment_rows(report.folder)), "Versions and devices"))
     out.append(f"<p>{html.escape(report.sweep)}</p>")
     out.append(
-        "<p>The measurements are in <code>timing/parts</code> and <code>accuracy/accuracy</code> "
-        "(Parquet), every raw sample in <code>timing/samples</code>; "
+        "<p>The measurements (Parquet) and every raw sample are in this folder's "
+        "<code>*-timing</code> and <code>*-accuracy</code>; "
         '<a href="summary.json">summary.json</a> and <a href="summary.md">summary.md</a> say the '
         "same to machines.</p>"
     )
@@ -293,7 +300,7 @@ def _index(report: Report, pages: dict[str, runbook.NotebookRun], seconds: float
 def _unjudged(folder: Path) -> pd.DataFrame:
     frames = []
     for kind in ("timing", "accuracy"):
-        frame = store.read_rows(folder / kind, kind)
+        frame = store.read_rows(run_dir(folder, kind), kind)
         for arch, part in frame.groupby("arch", sort=False):
             rest = chapters.not_run(part)
             rest.insert(0, "kind", kind)

@@ -17,12 +17,8 @@ from importlib import metadata
 from pathlib import Path
 
 from mlakit.archs import Device, arch, devices
-from mlakit.errors import MisuseError
+from mlakit.errors import LockedError, MisuseError
 from mlakit.timing import sensors
-
-
-class LockedError(RuntimeError):
-    """Another timing run holds the device; the message names it."""
 
 
 def device_of(device: str) -> Device | None:
