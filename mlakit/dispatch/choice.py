@@ -29,17 +29,8 @@ class Outside:
 
 OUTSIDE: dict[str, Outside] = {
     "aiter_split": Outside("AITER's RMSNorm, once for q and once for kv", 2, False, None),
-    "aiter_fp8_group128": Outside(
-        "AITER's fused norm and FP8 quantisation by groups of 128, with kv's norm",
-        1,
-        True,
-        "triton_fp8_group128",
-    ),
     "aiter_fp8_token": Outside(
         "AITER's dual norm with q to FP8 per token", 1, True, "triton_fp8_token"
-    ),
-    "aiter_mxfp4": Outside(
-        "AITER's Triton fused_rms_mxfp4_quant: both norms, q to MXFP4", 1, True, "triton_mxfp4"
     ),
     "triton_split": Outside("a plain Triton RMSNorm, once for q and once for kv", 2, False, None),
     "engine_split": Outside(

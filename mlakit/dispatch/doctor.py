@@ -140,8 +140,9 @@ def _aiter() -> Iterator[Finding]:
     what = f"amd-aiter {found.version}" if found.version else "no amd-aiter"
     if found.signature:
         what += f", generation {found.generation}: {found.signature}"
-    reason = probe.package_reason("aiter")
-    if reason is None:
+    reasons = [r for r in (probe.package_reason("aiter"), found.error) if r]
+    reason = "; ".join(dict.fromkeys(reasons))
+    if not reason:
         state, todo = "ok", ""
         if not probe.aiter_in_use():
             state = "note"

@@ -106,7 +106,7 @@ def _aiter_reason() -> str | None:
     if why := switches.aiter_forbidden():
         return why
     found = aiter_api.find()
-    if found.error:
+    if found.version is None or found.file is None:
         return found.error
     return None if vendor() == "amd" else f"AITER {found.version} is here, but no AMD card is"
 

@@ -129,7 +129,7 @@ def load() -> Api:
     """
     seen = []
     for module in (UNIFIED_MODULE, PAIR_MODULE):
-        function = getattr(_import(module), NAME, None)
+        function = getattr(import_or_none(module), NAME, None)
         if function is None:
             continue
         try:
@@ -141,7 +141,7 @@ def load() -> Api:
         if generation == "pair":
             return Api(generation, signature, _pair(function))
         if generation == "unified":
-            quant_type = getattr(_import("aiter.ops.enum"), "QuantType", None)
+            quant_type = getattr(import_or_none("aiter.ops.enum"), "QuantType", None)
             if quant_type is None:
                 raise ImportError("aiter.ops.enum has no QuantType")
             return Api(generation, signature, _unified(function, quant_type.No))
@@ -151,8 +151,8 @@ def load() -> Api:
     raise ImportError(f"this AITER has no {NAME}; wanted: {WANTED}")
 
 
-def _import(name: str):
-    """The module, or None where AITER lacks just that file.
+def import_or_none(name: str):
+    """The module of AITER, or None where AITER lacks just that file.
 
     Raises:
         ImportError: AITER itself does not import.

@@ -22,12 +22,14 @@ MODULES = (
     "torch_fp8_group128",
     "unfused_fp8_group128",
     "triton_fp8_group128",
+    "aiter_fp8_group128",
     "torch_fp8_token",
     "unfused_fp8_token",
     "triton_fp8_token",
     "torch_mxfp4",
     "unfused_mxfp4",
     "triton_mxfp4",
+    "aiter_mxfp4",
 )
 """One module of ``mlakit.paths`` a path; the order is the order of tables."""
 
