@@ -23,6 +23,9 @@ from mlakit.paths.registry import Path
 ELEMENTS_PER_THREAD = 1 << 18
 """Below this many elements a thread, waking another costs more than it saves (measured)."""
 
+_OWNER = os.getpid()
+"""A forked child has the team's memory without its threads, and would wait for them for ever."""
+
 U32, F32 = np.uint32, np.float32
 
 
@@ -283,7 +286,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     threads = min(m * (q_width + k_width) // ELEMENTS_PER_THREAD, m)
     if threads > 1 and (threads := min(threads, torch.get_num_threads())) > 1:
         parallel = _openmp()[0]
-        if parallel:
+        if parallel and os.getpid() == _OWNER:
             parallel(address, block, threads, 0)
             return result
     run(block)

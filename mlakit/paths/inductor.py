@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from types import FunctionType
 
 import torch
 
@@ -22,52 +23,36 @@ def _pair_into(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out):
     k_out.copy_(norm32(k, k_weight, k_eps))
 
 
-@cache
-def _compiled(into: bool):
-    # fullgraph: dynamo must fail aloud rather than run eagerly under this path's name.
-    return torch.compile(_pair_into if into else _pair, fullgraph=True)
+_compiled: dict[tuple, Callable] = {}
 
 
-_seen: set[tuple] = set()
-
-
-def _key(q, q_weight, q_eps, k, k_weight, k_eps, out) -> tuple:
-    """What one compilation serves; M only as none, one or more, as dynamo itself tells them."""
-    m = min(q.shape[0], 2) if q.ndim else 0
-    tensors = (q, k, q_weight, k_weight, *(out or ()))
-    return (
-        m,
-        q_eps,
-        k_eps,
-        torch.is_grad_enabled(),
-        q.is_inference(),
-        *((x.dtype, x.shape[1:], x.stride(), x.device) for x in tensors),
-    )
-
-
-def _compile(args: tuple, out) -> None:
-    """Compile for the kind of ``args``, with M left open when above 1.
+def _compile(args: tuple, out: tuple) -> Callable:
+    """A compiled pair of its own for the kind of ``args``, with M left open when above 1.
 
     Raises:
         RefusedError: no working C++ compiler on a CPU.
     """
-    from torch._dynamo import config, mark_dynamic
-
     if args[0].device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         try:
             get_cpp_compiler()
-        except Exception as error:  # inductor's own type moved between torch versions
+        except Exception as error:
             raise RefusedError(f"inductor found no C++ compiler: install g++ ({error})") from None
+    source = _pair_into if out else _pair
+    # dynamo counts recompilations and widens sizes per code object, by name: one for each kind
+    # keeps the widths exact and is never out of its limit of eight.
+    name = f"{source.__name__}_{len(_compiled)}"
+    own = FunctionType(source.__code__.replace(co_name=name), source.__globals__, name)
+    # fullgraph: dynamo must fail aloud rather than run eagerly under this path's name.
+    compiled = torch.compile(own, fullgraph=True)
     # Fresh views, so that the marks are not left on the caller's tensors.
-    views = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*args, *(out or ()))]
-    for i in (0, 3, 6, 7):
-        if i < len(views) and views[i].shape[0] > 1:
-            mark_dynamic(views[i], 0)
-    # Widths stay exact however many are tried, and no count of them ends in eager execution.
-    with config.patch(automatic_dynamic_shapes=False, recompile_limit=1024):
-        _compiled(out is not None)(*views)
+    views = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*args, *out)]
+    for x in (views[0], views[3], *views[6:]):
+        if x.ndim > 1 and x.shape[0] > 1:
+            torch._dynamo.mark_dynamic(x, 0)
+    compiled(*views)
+    return compiled
 
 
 def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
@@ -83,14 +68,27 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """
     args = q, q_weight, q_eps, k, k_weight, k_eps
     check(*args, out)
-    key = _key(*args, out)
-    if key not in _seen:
-        _compile(args, out)
-        _seen.add(key)
-    if out is None:
-        return _compiled(False)(*args)
-    _compiled(True)(*args, *out)
-    return out
+    out = out or ()
+    if not q.numel() and not k.numel():
+        return out or (q.new_empty(q.shape), k.new_empty(k.shape))
+    kind = (
+        min(q.shape[0], 2) if q.ndim == 2 else q.shape,
+        q.dtype,
+        q_weight.dtype,
+        k_weight.dtype,
+        q_eps,
+        k_eps,
+        q.device,
+        q.stride(),
+        k.stride(),
+        q_weight.shape,
+        k_weight.shape,
+        len(out),
+    )
+    run = _compiled.get(kind)
+    if run is None:
+        run = _compiled[kind] = _compile(args, out)
+    return run(*args, *out) or out
 
 
 def supports(context: Context) -> str | None:
