@@ -183,13 +183,14 @@ def _status(runs: list[runbook.NotebookRun], folder: Path) -> str:
 
 def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[str]:
     where = {"arch": arch, "model": model, "dtype": options.dtype, "seed": options.seed}
-    timing = chapters.rows(
-        "timing", str(run_dir(folder, "timing")), batches=list(options.batches), **where
-    )
-    drift = chapters.rows(
-        "accuracy", str(run_dir(folder, "accuracy")), batches=list(options.drift_batches), **where
-    )
-    return [*chapters.speed_verdict(timing, arch), *chapters.drift_verdict(drift, arch)]
+    found = {}
+    for kind, batches in (("timing", options.batches), ("accuracy", options.drift_batches)):
+        of_kind = str(run_dir(folder, kind))
+        found[kind] = chapters.rows(kind, of_kind, batches=list(batches), **where)
+    return [
+        *chapters.speed_verdict(found["timing"], arch),
+        *chapters.drift_verdict(found["accuracy"], arch),
+    ]
 
 
 # ---- the folder

@@ -17,6 +17,9 @@ BIAS_LIMIT = 1e-4
 """Above this a signed bias is called one; on fewer than 100,000 elements noise reaches it."""
 BIAS_ELEMENTS = 100_000
 
+FEW_ROUNDS = 20
+"""Below this many rounds a comparison of two runs is called uncertain."""
+
 SPEED_COLUMNS = (
     "m path_ran status p50_us p20_us p80_us ratio ratio_lo ratio_hi pct_of_limit n evidence flags"
 ).split()
@@ -190,6 +193,16 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
         f"{name} against the best unfused path of each cell: {', '.join(dict.fromkeys(parts))} "
         "(paired medians, 95 % intervals)."
     )
+    busy = top["flags"].fillna("").str.contains("busy-host")
+    if busy.any():
+        sentences.append(
+            f"Other programs used the machine while {int(busy.sum())} of these {len(top)} cells were "
+            "timed (flag busy-host): read them with that in mind, or measure again."
+        )
+    few = top[top["n"] < FEW_ROUNDS]
+    if len(few):
+        batches = ", ".join(f"M={m}" for m in few["m"])
+        sentences.append(f"Fewer than {FEW_ROUNDS} rounds fitted the budget at {batches}.")
     return sentences
 
 
