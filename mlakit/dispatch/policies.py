@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mlakit.context import Context
-from mlakit.dispatch import engines
+from mlakit.dispatch import engines, table
 from mlakit.dispatch.choice import RAISES, Choice, check_switches, made
 from mlakit.errors import RefusedError, unknown
 from mlakit.paths import registry
@@ -66,6 +66,22 @@ def ordered(c: Context) -> Choice:
     return made(paths[0].name, f"no fused path can run here ({why})", fallback=True)
 
 
+def measured(c: Context) -> Choice:
+    """The fastest measured path where a table speaks for ``c`` and that path can run; else
+    ``ordered``, whose reason then says why not by measurement."""
+    found = table.choose(c)
+    if found is None:
+        rest = ordered(c)
+        return replace(rest, reason=f"{rest.reason}; nothing was measured on {c.arch} for this")
+    name, reason = found
+    path = registry.get(name)
+    why = path.supports(c)
+    if why is None:
+        return made(name, reason)
+    rest = ordered(c)
+    return replace(rest, reason=f"{rest.reason}; {name} was measured faster, but {why}")
+
+
 _SGL = "sglang {} from PyPI: deepseek_common/attention_forward_methods/{}, models/deepseek_v2.py"
 
 
@@ -74,7 +90,7 @@ def _sglang(name: str, text: str, source: str, release: engines.Sglang) -> Polic
 
 
 _ALL = (
-    Policy("mlakit", "ours: the best path that can run here", "mlakit", ordered),
+    Policy("mlakit", "ours: the fastest measured path that can run here", "mlakit", measured),
     Policy("torch_only", "PyTorch's F.rms_norm, twice", "mlakit", torch_only),
     _sglang(
         "sglang_0_5_10_post1",

@@ -196,7 +196,7 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     busy = top["flags"].fillna("").str.contains("busy-host")
     if busy.any():
         sentences.append(
-            f"Other programs used the machine while {int(busy.sum())} of these {len(top)} cells were "
+            f"Other programs used the machine while {int(busy.sum())} of {len(top)} cells were "
             "timed (flag busy-host): read them with that in mind, or measure again."
         )
     few = top[top["n"] < FEW_ROUNDS]
