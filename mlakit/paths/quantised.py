@@ -176,7 +176,7 @@ def dequantise(quant: str, quantised: QuantisedQ, options: Options = DEFAULT) ->
 
 
 def eager(quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT):
-    """The step in torch's own operators: float32 norm, then quantise; about 20 launches."""
+    """The step in torch's own operators: float32 norm, then quantise."""
     check(q, q_weight, q_eps, k, k_weight, k_eps)
     quantised, k_out = out or (empty(quant, q, options), k.new_empty(k.shape))
     fill(quant, _norm32(q, q_weight, q_eps), quantised, options)

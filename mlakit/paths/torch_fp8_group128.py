@@ -11,6 +11,6 @@ PATH = Path(
     call=partial(eager, "fp8_group128"),
     supports=partial(refusal_in, quant="fp8_group128"),
     rounding="round_once",
-    launches=20,
+    launches=27,
     output="fp8_group128",
 )

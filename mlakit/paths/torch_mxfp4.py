@@ -11,6 +11,6 @@ PATH = Path(
     call=partial(eager, "mxfp4"),
     supports=partial(refusal_in, quant="mxfp4"),
     rounding="round_once",
-    launches=20,
+    launches=55,
     output="mxfp4",
 )

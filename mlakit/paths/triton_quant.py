@@ -5,6 +5,7 @@ The knobs are ``triton_config.Config``'s; pure functions choose and check them, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
@@ -22,8 +23,8 @@ from mlakit.paths.triton_fused import DTYPE_NAMES, _Ready, _start
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
-MANY_ROWS = 4096
-"""rows above which bandwidth, not latency, is what counts"""
+FEW_ROWS = 512
+"""rows up to which a row's latency counts, not throughput"""
 KERNEL = "mlakit.paths.triton_quant_kernels:norm_and_quantise"
 ARGUMENTS = (
     *"q q_weight values scales unquantised k k_weight k_out".split(),
@@ -33,24 +34,39 @@ CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
 
 
+@dataclass(frozen=True)
+class QuantConfig(Config):
+    """``triton_config.Config`` and one knob more; ``persistent`` and ``pdl`` stay False."""
+
+    looped: bool = False
+    """chunks in a loop that loads the row again, from the L1: an eighth of the code"""
+
+
 def heuristic(
     quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
-) -> Config:
+) -> QuantConfig:
     """The config for ``m`` rows on ``arch``.
 
-    Few rows: a row is spread over warps, 16 elements a thread, for its latency. Many rows: as few
-    warps a row as hold it, since one warp needs no barrier and no shared memory.
+    Few rows: a row is spread over warps, 8 elements a thread, for its latency (on an H200 at
+    M = 64 the fastest of 15 shapes by 4 to 16 %). Many rows: as few warps a row as hold it, since
+    one warp needs no barrier and no shared memory (fastest from M = 4096 on).
     """
-    lanes, many = lanes_of(arch), m > MANY_ROWS
-    held = 64 if many else 16
-    q_warps, k_warps = _warps(q_width, lanes * held), _warps(k_width, lanes * held)
+    lanes, many = lanes_of(arch), m > FEW_ROWS
+    q_warps = _warps(q_width, lanes * (64 if many else 8))
+    k_warps = _warps(k_width, lanes * (64 if many else 4))
     while q_warps * lanes * vector_width(dtype) % _whole(quant):
         q_warps *= 2
     num_warps = max(q_warps, k_warps)
     # The interpreter runs a program at a time, so it is given many rows in each.
     rows = 64 if arch == "cpu" else 1
-    q_rows, k_rows = rows * num_warps // q_warps, rows * num_warps // k_warps
-    return Config(q_rows, k_rows, q_warps, k_warps, num_warps, separate=True)
+    return QuantConfig(
+        q_rows=rows * num_warps // q_warps,
+        k_rows=rows * num_warps // k_warps * (2 if many else 1),
+        q_warps=q_warps,
+        k_warps=k_warps,
+        num_warps=num_warps,
+        evict_first=m <= 4096,
+    )
 
 
 def _warps(width: int, elements: int) -> int:
@@ -64,11 +80,13 @@ def _whole(quant: str) -> int:
 
 
 def check(
-    quant: str, config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
+    quant: str, config: QuantConfig, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
 ) -> str | None:
     """None if the kernel can run with ``config``, else one line that says why not."""
     if config.persistent or config.pdl:
         return "the quantised kernel is neither persistent nor launched early"
+    if config.looped and quant == "fp8_token":
+        return "one scale a row needs the whole row at once: looped must be False"
     chunk = config.q_warps * lanes_of(arch) * vector_width(dtype)
     if chunk % _whole(quant):
         return f"chunks of {chunk} elements do not hold whole blocks of {_whole(quant)}"
@@ -77,19 +95,20 @@ def check(
 
 def search_space(
     quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
-) -> list[Config]:
+) -> list[QuantConfig]:
     """Every valid config worth timing for ``m`` rows."""
     found = {}
-    for q_warps, k_warps, rows, separate, evict in product(
-        (1, 2, 4), (1, 2, 4), (1, 2, 4), (True, False), (False, True)
+    for q_warps, k_warps, rows, separate, evict, looped in product(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (True, False), (False, True), (False, True)
     ):
         num_warps = max(q_warps, k_warps)
         q_rows, k_rows = (rows * num_warps // w for w in (q_warps, k_warps))
         if not separate:
             q_rows = k_rows = max(q_rows, k_rows)
-        config = Config(
-            q_rows, k_rows, q_warps, k_warps, num_warps, separate=separate, evict_first=evict
-        )
+        config = QuantConfig(
+            q_rows, k_rows, q_warps, k_warps, num_warps, separate,
+            evict_first=evict, looped=looped,
+        )  # fmt: skip
         if rows <= m and check(quant, config, arch, q_width, k_width, dtype) is None:
             found[config] = None
     return list(found)
@@ -97,7 +116,7 @@ def search_space(
 
 def constants(
     quant: str,
-    config: Config,
+    config: QuantConfig,
     arch: str,
     q_width: int,
     k_width: int,
@@ -120,6 +139,7 @@ def constants(
         "Q_SPREAD": 1 if config.num_warps == config.q_warps else config.q_rows,
         "K_SPREAD": 1 if config.num_warps == config.k_warps else config.k_rows,
         "SEPARATE": config.separate,
+        "LOOPED": config.looped,
         "EVICT": "evict_first" if config.evict_first else "",
         "QUANT": quant,
         "GROUP": GROUPS[quant] or q_width,
@@ -141,7 +161,7 @@ def casts(arch: str, encoding: fp8.Encoding | None) -> bool:
     return encoding is not None and arch != "cpu" and archs.fp8_format(arch) == encoding.name
 
 
-def programs(config: Config, m: int, scale_rows: int, normalise: bool) -> int:
+def programs(config: QuantConfig, m: int, scale_rows: int, normalise: bool) -> int:
     """Programs of the grid: over rows of q, and of kv beside them or after them."""
     q_programs = -(-scale_rows // config.q_rows)
     k_programs = -(-m // config.k_rows)
@@ -152,7 +172,7 @@ def programs(config: Config, m: int, scale_rows: int, normalise: bool) -> int:
 
 def kernel_signature(
     quant: str,
-    config: Config,
+    config: QuantConfig,
     arch: str,
     q_width: int,
     k_width: int,

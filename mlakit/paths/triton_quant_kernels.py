@@ -17,30 +17,31 @@ def _max(a, b):
 
 
 @triton.jit
-def _placed(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, EXTRA: tl.constexpr):
-    """Float32 bits whose last bits count a small float's steps: to nearest, ties to even.
-
-    2^e, e the magnitude's exponent but at least the small float's lowest, times 2^(23 - MANTISSA)
-    has a last bit worth one step. Added, it leaves magnitude / step there, rounded, plus EXTRA.
-    """
-    LOWEST: tl.constexpr = (128 - BIAS) << 23
-    FACTOR: tl.constexpr = 2.0 ** (23 - MANTISSA) + EXTRA * 2.0**-MANTISSA
-    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), LOWEST) & 0x7F800000
-    return tl.fma(power.to(tl.float32, bitcast=True), FACTOR, magnitude).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def _e2m1(magnitude):
-    """Codes 0 to 7 of float32 magnitudes up to 6: steps of 2^(e - 1) plus 2e."""
-    placed = _placed(magnitude, 1, 1, 6)  # 6 makes up for 2 * (127 + 22) modulo 8
-    return (placed + (placed >> 22)) & 7
+    """Bits whose lowest byte is the code 0 to 7 of a float32 magnitude: to nearest, ties to even.
+
+    The code is min(2v, v + 2, v/2 + 4), whose pieces meet at representable values. Beside 2^23 a
+    float32's last bit is worth 1, so each fused multiply-add rounds its piece to a whole code,
+    and the least of the rounded pieces is the rounded least.
+    """
+    fine = tl.fma(magnitude, 2.0, 8388608.0)
+    middle = magnitude + 8388610.0
+    coarse = tl.fma(magnitude, 0.5, 8388612.0)
+    return tl.minimum(fine, tl.minimum(middle, coarse)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _e4m3(magnitude, BIAS: tl.constexpr):
-    """Codes 0 to 127 of float32 magnitudes in range: steps of 2^(e - 3) plus 8 (e - lowest)."""
-    placed = _placed(magnitude, 3, BIAS, 0)
-    return (placed & 31) + ((placed >> 23) - (128 - BIAS + 20)) * 8
+    """Codes 0 to 127 of float32 magnitudes in range: to nearest, ties to even.
+
+    With e the exponent, but at least the lowest, steps are 2^(e - 3). Adding 2^(e + 20), whose
+    last bit is worth one, leaves the steps; the code is those plus 8 (e - lowest).
+    """
+    LOWEST: tl.constexpr = 128 - BIAS
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), LOWEST << 23) & 0x7F800000
+    placed = magnitude + (power + (20 << 23)).to(tl.float32, bitcast=True)
+    placed = placed.to(tl.int32, bitcast=True)
+    return (placed & 31) + ((placed >> 23) - (LOWEST + 20)) * 8
 
 
 @triton.jit
@@ -58,15 +59,15 @@ def _e4m3_bytes(scaled, BIAS: tl.constexpr):
 
 @triton.jit
 def _fp8_scale(amax, MAXIMUM: tl.constexpr):
-    """max(amax, 1e-10) / MAXIMUM, rounded once."""
+    """max(amax, 1e-10) / MAXIMUM."""
     amax = tl.maximum(amax, 1e-10, propagate_nan=tl.PropagateNan.ALL)
-    return tl.math.div_rn(amax, tl.full(amax.shape, MAXIMUM, tl.float32))
+    return amax / MAXIMUM
 
 
 @triton.jit
 def _fp8(y, scale, MAXIMUM: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
     """E4M3 of y, whose last axis shares ``scale``; OUT is an FP8 dtype, or uint8 for its bytes."""
-    inverse = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    inverse = 1.0 / scale
     # No clamp: the largest magnitude comes out as MAXIMUM give or take two float32 steps, and
     # rounds to it.
     scaled = y * tl.expand_dims(inverse, -1)
@@ -84,7 +85,8 @@ def _mxfp4(y, RULE_BITS: tl.constexpr):
     scale = tl.where(amax >= 0x7F800000, 255, scale)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     magnitude = tl.abs(y * inverse[:, :, None])
-    if RULE_BITS != 0x3FFFFF:  # rounded up, a scale never lets a value exceed 6
+    if RULE_BITS == 0:
+        # The other rules leave every magnitude below 7, which rounds to 6 without a clamp.
         magnitude = tl.minimum(magnitude, 6.0)
     code = _e2m1(magnitude) | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(code, (y.shape[0], y.shape[1], y.shape[2] // 2, 2)))
@@ -100,105 +102,75 @@ def _shuffled(row, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(
-    x, x_stride, weight, rows, m, eps,
-    N: tl.constexpr, CHUNK: tl.constexpr, EVICT: tl.constexpr, NORMALISE: tl.constexpr,
-    WEIGHT_ROWS: tl.constexpr,
-):  # fmt: skip
-    """The rows' chunks, each (R, CHUNK) float32, normalised or as they are; 0 where masked.
-
-    WEIGHT_ROWS: with rows side by side in a program the weight is loaded once a row, laid out like
-    the row: broadcasting it would move it through shared memory.
-    """
-    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    cols = tl.arange(0, CHUNK)[None, :]
-    # An int32 offset overflows at row 1,016,801 of a 2112-wide buffer.
-    source = x + rows.to(tl.int64)[:, None] * x_stride
-    here = (rows < m)[:, None]
-    loaded = ()
-    for c in tl.static_range(CHUNKS):
-        at = cols + c * CHUNK
-        loaded += (tl.load(source + at, mask=here & (at < N), other=0.0, eviction_policy=EVICT),)
-    if NORMALISE:
-        weight_at = cols + tl.zeros((WEIGHT_ROWS, 1), tl.int32)
-        weights = ()
-        for c in tl.static_range(CHUNKS):
-            at = weight_at + c * CHUNK
-            weights += (tl.load(weight + at, mask=at < N, other=0.0),)
-        # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
-        WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
-        squares = tl.zeros((rows.shape[0], CHUNK), WIDE)
-        for c in tl.static_range(CHUNKS):
-            value = loaded[c].to(WIDE)
-            squares += value * value
-        mean = tl.sum(squares, 1) * (1.0 / N) + tl.cast(eps, WIDE)
-        rstd = tl.rsqrt(mean).to(tl.float32)[:, None]
-    chunks = ()
-    for c in tl.static_range(CHUNKS):
-        y = loaded[c].to(tl.float32)
-        if NORMALISE:
-            y = (y * rstd) * weights[c].to(tl.float32)
-        chunks += (y,)
-    return chunks
+def _rstd(loaded, eps, N: tl.constexpr):
+    """(R, 1) float32 of rows loaded as chunks."""
+    # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
+    WIDE: tl.constexpr = tl.float64 if loaded[0].dtype == tl.float32 else tl.float32
+    squares = tl.zeros(loaded[0].shape, WIDE)
+    for c in tl.static_range(len(loaded)):
+        value = loaded[c].to(WIDE)
+        squares += value * value
+    mean = tl.sum(squares, 1) * (1.0 / N) + tl.cast(eps, WIDE)
+    return tl.rsqrt(mean).to(tl.float32)[:, None]
 
 
 @triton.jit
-def _store_rows(out, chunks, rows, m, N: tl.constexpr, CHUNK: tl.constexpr):
-    """Store rows to contiguous ``out``, rounded to its dtype."""
-    cols = tl.arange(0, CHUNK)[None, :]
-    target = out + rows.to(tl.int64)[:, None] * N
-    for c in tl.static_range((N + CHUNK - 1) // CHUNK):
-        at = cols + c * CHUNK
-        tl.store(
-            target + at, chunks[c].to(out.dtype.element_ty), mask=(rows < m)[:, None] & (at < N)
-        )
-
-
-@triton.jit
-def _quantise(
-    chunks, values, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
-    N: tl.constexpr, CHUNK: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
-    RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
+def _store_group_chunk(
+    y, c, unquantised, values, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
+    N: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, UNQUANTISED: tl.constexpr,
+    MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and store the rows' chunks. SHUFFLED: columns of the shuffled scales, or 0."""
-    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
-    ROWS: tl.constexpr = rows.shape[0]
-    OUT: tl.constexpr = values.dtype.element_ty
+    """Quantise chunk c, y: (R, CHUNK), in groups. SHUFFLED: the shuffled scales' columns, or 0."""
+    ROWS: tl.constexpr = y.shape[0]
+    CHUNK: tl.constexpr = y.shape[1]
+    GROUPS: tl.constexpr = CHUNK // GROUP
     row = rows.to(tl.int64)[:, None]
     here = (rows < m)[:, None]
-    cols = tl.arange(0, CHUNK)[None, :]
-    if QUANT == "fp8_token":
-        largest = tl.abs(chunks[0])
-        for c in tl.static_range(1, CHUNKS):
-            largest = _max(largest, tl.abs(chunks[c]))
-        scale = _fp8_scale(tl.reduce(largest, 1, _max), MAXIMUM)
-        tl.store(scales + rows.to(tl.int64) * scale_row_stride, scale, mask=rows < m)
-        for c in tl.static_range(CHUNKS):
-            at = cols + c * CHUNK
-            coded = _fp8(chunks[c], scale, MAXIMUM, BIAS, OUT)
-            tl.store(values + row * N + at, coded, mask=here & (at < N))
+    at = (tl.arange(0, CHUNK) + c * CHUNK)[None, :]
+    if UNQUANTISED:
+        rounded = y.to(unquantised.dtype.element_ty)
+        tl.store(unquantised + row * N + at, rounded, mask=here & (at < N))
+    y = tl.reshape(y, (ROWS, GROUPS, GROUP))
+    group = (tl.arange(0, GROUPS) + c * GROUPS)[None, :]
+    scale_at = row * scale_row_stride + group * scale_group_stride
+    scale_here = here & (group < N // GROUP)
+    if QUANT == "mxfp4":
+        packed, scale = _mxfp4(y, RULE_BITS)
+        at = (tl.arange(0, CHUNK // 2) + c * (CHUNK // 2))[None, :]
+        packed = tl.reshape(packed, (ROWS, CHUNK // 2))
+        tl.store(values + row * (N // 2) + at, packed, mask=here & (at < N // 2))
+        if SHUFFLED:
+            scale_at = _shuffled(row, group, SHUFFLED)
+            scale_here = (rows < scale_rows)[:, None] & (group < SHUFFLED)
     else:
-        GROUPS: tl.constexpr = CHUNK // GROUP
-        for c in tl.static_range(CHUNKS):
-            y = tl.reshape(chunks[c], (ROWS, GROUPS, GROUP))
-            group = (c * GROUPS + tl.arange(0, GROUPS))[None, :]
-            scale_at = row * scale_row_stride + group * scale_group_stride
-            scale_here = here & (group < N // GROUP)
-            if QUANT == "mxfp4":
-                packed, scale = _mxfp4(y, RULE_BITS)
-                at = (tl.arange(0, CHUNK // 2) + c * (CHUNK // 2))[None, :]
-                packed = tl.reshape(packed, (ROWS, CHUNK // 2))
-                tl.store(values + row * (N // 2) + at, packed, mask=here & (at < N // 2))
-                if SHUFFLED:
-                    scale_at = _shuffled(row, group, SHUFFLED)
-                    scale_here = (rows < scale_rows)[:, None] & (group < SHUFFLED)
-            else:
-                scale = _fp8_scale(tl.reduce(tl.abs(y), 2, _max), MAXIMUM)
-                coded = tl.reshape(_fp8(y, scale, MAXIMUM, BIAS, OUT), (ROWS, CHUNK))
-                at = cols + c * CHUNK
-                tl.store(values + row * N + at, coded, mask=here & (at < N))
-            tl.store(scales + scale_at, scale, mask=scale_here)
+        scale = _fp8_scale(tl.reduce(tl.abs(y), 2, _max), MAXIMUM)
+        coded = _fp8(y, scale, MAXIMUM, BIAS, values.dtype.element_ty)
+        coded = tl.reshape(coded, (ROWS, CHUNK))
+        tl.store(values + row * N + at, coded, mask=here & (at < N))
+    tl.store(scales + scale_at, scale, mask=scale_here)
+
+
+@triton.jit
+def _store_token(
+    chunks, unquantised, values, scales, scale_row_stride, rows, m,
+    N: tl.constexpr, UNQUANTISED: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows held as chunks with one scale a row."""
+    CHUNK: tl.constexpr = chunks[0].shape[1]
+    row = rows.to(tl.int64)[:, None]
+    largest = tl.abs(chunks[0])
+    for c in tl.static_range(1, len(chunks)):
+        largest = _max(largest, tl.abs(chunks[c]))
+    scale = _fp8_scale(tl.reduce(largest, 1, _max), MAXIMUM)
+    tl.store(scales + rows.to(tl.int64) * scale_row_stride, scale, mask=rows < m)
+    for c in tl.static_range(len(chunks)):
+        at = (tl.arange(0, CHUNK) + c * CHUNK)[None, :]
+        inside = (rows < m)[:, None] & (at < N)
+        if UNQUANTISED:
+            rounded = chunks[c].to(unquantised.dtype.element_ty)
+            tl.store(unquantised + row * N + at, rounded, mask=inside)
+        coded = _fp8(chunks[c], scale, MAXIMUM, BIAS, values.dtype.element_ty)
+        tl.store(values + row * N + at, coded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "scale_rows"])
@@ -208,31 +180,97 @@ def norm_and_quantise(
     q_eps: tl.float64, k_eps: tl.float64,
     Q_N: tl.constexpr, K_N: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr,
     Q_CHUNK: tl.constexpr, K_CHUNK: tl.constexpr, Q_SPREAD: tl.constexpr, K_SPREAD: tl.constexpr,
-    SEPARATE: tl.constexpr, EVICT: tl.constexpr,
+    SEPARATE: tl.constexpr, LOOPED: tl.constexpr, EVICT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr,
     MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
 ):  # fmt: skip
     """q: (m, Q_N), k: (m, K_N) of any row strides; ``values`` and ``k_out`` contiguous.
 
     ``scale_rows`` is m, or the shuffled layout's padded rows, whose padding is written as 0.
+    SPREAD: with rows side by side in a program a weight is loaded once a row, laid out like the
+    row: broadcasting it would move it through shared memory.
     """
     program = tl.program_id(0)
     q_programs = (scale_rows + Q_ROWS - 1) // Q_ROWS
     if program < q_programs:
+        CHUNKS: tl.constexpr = (Q_N + Q_CHUNK - 1) // Q_CHUNK
         rows = program * Q_ROWS + tl.arange(0, Q_ROWS)
-        chunks = _rows_of(
-            q, q_stride, q_weight, rows, m, q_eps, Q_N, Q_CHUNK, EVICT, NORMALISE, Q_SPREAD
-        )
-        if UNQUANTISED:
-            _store_rows(unquantised, chunks, rows, m, Q_N, Q_CHUNK)
-        _quantise(
-            chunks, values, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
-            Q_N, Q_CHUNK, QUANT, GROUP, MAXIMUM, BIAS, RULE_BITS, SHUFFLED,
-        )  # fmt: skip
+        here = (rows < m)[:, None]
+        cols = tl.arange(0, Q_CHUNK)[None, :]
+        # An int32 offset overflows at row 1,016,801 of a 2112-wide buffer.
+        source = q + rows.to(tl.int64)[:, None] * q_stride + cols
+        weight_cols = cols + tl.zeros((Q_SPREAD, 1), tl.int32)
+        loaded = ()
+        weights = ()
+        for c in tl.static_range(CHUNKS if NORMALISE or not LOOPED else 0):
+            inside = here & (cols < Q_N - c * Q_CHUNK)
+            loaded += (
+                tl.load(source + c * Q_CHUNK, mask=inside, other=0.0, eviction_policy=EVICT),
+            )
+        if NORMALISE:
+            for c in tl.static_range(0 if LOOPED else CHUNKS):
+                at = weight_cols + c * Q_CHUNK
+                weights += (tl.load(q_weight + at, mask=at < Q_N, other=0.0),)
+            rstd = _rstd(loaded, q_eps, Q_N)
+        if LOOPED:
+            # One copy of the code for all chunks; a row comes a second time, from the L1.
+            for c in tl.range(0, CHUNKS):
+                inside = here & (cols < Q_N - c * Q_CHUNK)
+                y = tl.load(source + c * Q_CHUNK, mask=inside, other=0.0).to(tl.float32)
+                if NORMALISE:
+                    at = weight_cols + c * Q_CHUNK
+                    weight = tl.load(q_weight + at, mask=at < Q_N, other=0.0)
+                    y = (y * rstd) * weight.to(tl.float32)
+                _store_group_chunk(
+                    y, c, unquantised, values, scales, scale_row_stride, scale_group_stride,
+                    rows, m, scale_rows,
+                    Q_N, QUANT, GROUP, UNQUANTISED, MAXIMUM, BIAS, RULE_BITS, SHUFFLED,
+                )  # fmt: skip
+        else:
+            chunks = ()
+            for c in tl.static_range(CHUNKS):
+                y = loaded[c].to(tl.float32)
+                if NORMALISE:
+                    y = (y * rstd) * weights[c].to(tl.float32)
+                chunks += (y,)
+            if QUANT == "fp8_token":
+                _store_token(
+                    chunks, unquantised, values, scales, scale_row_stride, rows, m,
+                    Q_N, UNQUANTISED, MAXIMUM, BIAS,
+                )  # fmt: skip
+            else:
+                for c in tl.static_range(CHUNKS):
+                    _store_group_chunk(
+                        chunks[c], c, unquantised, values, scales, scale_row_stride,
+                        scale_group_stride, rows, m, scale_rows,
+                        Q_N, QUANT, GROUP, UNQUANTISED, MAXIMUM, BIAS, RULE_BITS, SHUFFLED,
+                    )  # fmt: skip
     if NORMALISE and (not SEPARATE or program >= q_programs):
         first = program * K_ROWS if not SEPARATE else (program - q_programs) * K_ROWS
         rows = first + tl.arange(0, K_ROWS)
-        chunks = _rows_of(
-            k, k_stride, k_weight, rows, m, k_eps, K_N, K_CHUNK, EVICT, True, K_SPREAD
-        )
-        _store_rows(k_out, chunks, rows, m, K_N, K_CHUNK)
+        _normalise_k(k, k_stride, k_weight, k_out, rows, m, k_eps, K_N, K_CHUNK, K_SPREAD, EVICT)
+
+
+@triton.jit
+def _normalise_k(
+    k, k_stride, weight, out, rows, m, eps,
+    N: tl.constexpr, CHUNK: tl.constexpr, SPREAD: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    here = (rows < m)[:, None]
+    cols = tl.arange(0, CHUNK)[None, :]
+    source = k + rows.to(tl.int64)[:, None] * k_stride + cols
+    weight_cols = cols + tl.zeros((SPREAD, 1), tl.int32)
+    loaded = ()
+    weights = ()
+    for c in tl.static_range(CHUNKS):
+        inside = here & (cols < N - c * CHUNK)
+        loaded += (tl.load(source + c * CHUNK, mask=inside, other=0.0, eviction_policy=EVICT),)
+        at = weight_cols + c * CHUNK
+        weights += (tl.load(weight + at, mask=at < N, other=0.0),)
+    rstd = _rstd(loaded, eps, N)
+    target = out + rows.to(tl.int64)[:, None] * N + cols
+    for c in tl.static_range(CHUNKS):
+        y = (loaded[c].to(tl.float32) * rstd) * weights[c].to(tl.float32)
+        inside = here & (cols < N - c * CHUNK)
+        tl.store(target + c * CHUNK, y.to(out.dtype.element_ty), mask=inside)
