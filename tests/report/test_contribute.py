@@ -1,0 +1,120 @@
+"""A contribution is whole, untouched, plausible and controlled, or refused with the reason."""
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from mlakit.errors import MisuseError
+from mlakit.records import SCHEMA_VERSION, Cell
+from mlakit.report import contribute
+from mlakit.sweep import store
+
+H200 = {"device": "NVIDIA H200", "vendor": "nvidia", "arch": "sm_90", "arch_raw": "sm_90"}
+
+
+def cells() -> list[Cell]:
+    return [c for c in contribute.cells("sm_90") if c.m in (64, 4096) and c.q_lora_rank == 1536]
+
+
+def row(cell: Cell, path: str, us: float, **more) -> dict:
+    base = {"schema_version": SCHEMA_VERSION, "cell_id": cell.id, "evidence": "measured"}
+    shape = {k: getattr(cell, k) for k in "q_lora_rank kv_lora_rank m dtype quant layout".split()}
+    shape |= {"clock": cell.clock, "cache": cell.cache, "started_at": "2026-11-30T08:00:00Z"}
+    figures = {"n": 100, "p05_us": us * 0.98, "p50_us": us, "p95_us": us * 1.05}
+    moved = {"bytes_moved": cell.m * 8192, "path_requested": path, "path_ran": path}
+    return base | H200 | shape | figures | moved | {"status": "ok"} | more
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A finished run with rows of two paths, and a function that packs it."""
+
+    def pack(change=lambda r: r, only=cells) -> "contribute.Path":
+        run_dir = store.new_run_dir(tmp_path)
+        asked = only()
+        run = store.create_run(run_dir, asked, measure=["timing"])
+        env = {"python": "3.12", "devices": {"cuda:0": H200}}
+        run.save(status="ok", environment=env, other_environments=[])
+        run.close()
+        for cell in asked:
+            us = 1.5 + cell.m * 8192 / 3.9e6
+            rows = [row(cell, "triton_fused", us), row(cell, "torch_rms_norm", 2 * us)]
+            store.write_part(run_dir, "timing", cell.id, [change(r) for r in rows])
+        return contribute.pack(run_dir, tmp_path / contribute.file_name(run_dir))
+
+    return pack
+
+
+def test_a_good_file_is_filed_once(make, tmp_path):
+    file = make()
+    assert file.name == "nvidia-h200-" + file.stem[-10:] + ".parquet"
+    filed = contribute.ingest(file, tmp_path / "recorded")
+    assert filed.parent.name == "nvidia-h200"
+    frame = store.read_rows(filed)
+    assert set(frame["evidence"]) == {"recorded"}
+    assert set(contribute.validate(filed)["path_ran"]) == {"triton_fused", "torch_rms_norm"}
+    with pytest.raises(MisuseError, match="filed already"):
+        contribute.ingest(file, tmp_path / "recorded")
+
+
+def tampered(file, change) -> None:
+    table = pq.read_table(file)
+    frame = table.to_pandas()
+    change(frame)
+    import pyarrow as pa
+
+    changed = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), file)
+
+
+def test_a_changed_figure_is_refused(make):
+    file = make()
+
+    def faster(frame: pd.DataFrame) -> None:
+        frame.loc[0, "p50_us"] *= 0.9
+
+    tampered(file, faster)
+    with pytest.raises(MisuseError, match="hash differs"):
+        contribute.validate(file)
+
+
+def test_a_damaged_file_is_refused(make):
+    file = make()
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(MisuseError, match="does not read as Parquet"):
+        contribute.validate(file)
+
+
+def test_a_file_of_somebody_else_is_refused(tmp_path):
+    file = tmp_path / "x.parquet"
+    pd.DataFrame({"a": [1]}).to_parquet(file)
+    with pytest.raises(MisuseError, match="no provenance"):
+        contribute.validate(file)
+
+
+def test_too_much_bandwidth_is_refused(make):
+    file = make(lambda r: r | {k: r[k] / 3 for k in ("p05_us", "p50_us", "p95_us")})
+    with pytest.raises(MisuseError, match="implausible"):
+        contribute.validate(file)
+
+
+def test_no_control_is_refused(make):
+    with pytest.raises(MisuseError, match="no A/A control"):
+        make(only=lambda: [c for c in cells() if c.repeat == 0])
+
+
+def test_a_failing_control_is_refused(make):
+    twice = {c.id for c in cells() if c.repeat == 1}
+
+    def slower(r: dict) -> dict:
+        factor = 1.3 if r["cell_id"] in twice else 1.0
+        return r | {k: r[k] * factor for k in ("p05_us", "p50_us", "p95_us")}
+
+    with pytest.raises(MisuseError, match="A/A control fails"):
+        make(slower)
+
+
+def test_no_path_of_a_machine_is_kept(make):
+    file = make(lambda r: r | {"note": "/home/somebody/x and hf_ABCDEFGHIJ"})
+    notes = set(store.read_rows(file)["note"])
+    assert notes == {"[home]/x and [removed]"}
