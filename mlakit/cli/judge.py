@@ -124,3 +124,34 @@ def figure(text: str) -> float | int | str:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
         return text
+
+
+@app.command(epilog="Example: mlakit tune runs/A --judge runs/B")
+def tune(
+    run: Annotated[list[str], typer.Argument(help="Runs or recorded files of one arch.")],
+    judge: Annotated[
+        list[str] | None, typer.Option(help="Regret over these, which were not tuned on.")
+    ] = None,
+    traffic: Annotated[str, typer.Option(help="even, decode-heavy, prefill-heavy.")] = "even",
+    out: Annotated[str, typer.Option(help="Instead of data/dispatch.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print, write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Build mlakit's own dispatch table from timing rows; show what each policy loses."""
+    import pandas as pd
+
+    from mlakit.dispatch import policies
+    from mlakit.sweep import regret
+    from mlakit.sweep import tune as tuning
+    from mlakit.sweep.store import read_rows
+
+    rows = pd.concat([read_rows(r) for r in run], ignore_index=True)
+    source = ", ".join(Path(r).stem for r in run)
+    lines = tuning.build(rows, source)
+    if not dry_run:
+        arch = tuning.candidates(rows)["arch"].iloc[0]
+        print(tuning.write(arch, lines, out or None))
+    print_rows(lines, "thresholds", as_json)
+    held_out = pd.concat([read_rows(j) for j in judge], ignore_index=True) if judge else rows
+    found = [vars(regret.regret(held_out, name, traffic)) for name in policies.POLICIES]
+    print_rows(found, "regret" + ("" if judge else " (on the rows that were tuned on)"), as_json)
