@@ -119,6 +119,9 @@ def _near(recipe: Recipe, x, weight, got, total) -> tuple[dict[str, str], str]:
     worst, rows = int(off.max()), len(x)
     if worst <= 4:
         away = int((off > 0).sum())
+        if worst == 0:
+            found = {"root": "from float64, rounded once"}
+            return found, f"arithmetic: s rounded once from float64 gives all {got.numel()} bits"
         found = {"root": f"approximate rsqrt: within {worst} ulp of float32"}
         return found, f"arithmetic: s is off exact in at least {away} of {rows} rows"
     far = (off == 99).nonzero().flatten()[:32]
@@ -167,7 +170,7 @@ def contraction(fn: Norm, recipe: Recipe, dtype: str, device: str) -> str:
             lines.append(f"{label}: {_cancelled(fn, recipe, trial, kind, device)}")
         except Exception as error:
             # refusing float32 or an eps below 0 is the callable's right; say so and go on
-            lines.append(f"{label}: not observable ({one_line(error)})")
+            lines.append(f"{label}: not observable ({one_line(error)[:60]})")
     return "; ".join(lines)
 
 
@@ -217,11 +220,12 @@ def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
 
 
 def _cancelled(fn: Norm, recipe: Recipe, trial: Callable, kind: str, device: str) -> str:
-    """Which of a trial's variants gives the observed size of y, over 24 seeds."""
+    """Which of a trial's variants gives the observed size of y, over 16 seeds."""
     alive = None
-    for seed in range(24):
+    for seed in range(16):
         x, variants, eps = trial(seed)
-        x = x.to(TORCH_DTYPES[kind]).to(device)
+        # two equal rows: compilers treat one row as a case of its own
+        x = x.to(TORCH_DTYPES[kind]).to(device).repeat(2, 1)
         weight = torch.ones(x.shape[-1], dtype=x.dtype, device=device) - recipe.offset
         got = fn(x, weight, eps).double()
         seen = float((x.double() / got).square().mean())
