@@ -155,8 +155,10 @@ def _teach_numba() -> None:
     from numba.core import cgutils
     from numba.extending import lower_builtin, register_jitable, type_callable
 
-    loads_and_stores = {f for _, *functions in _BITS.values() for f in functions}
-    for function in (*loads_and_stores, _scale, _norm_elements, _norm_words):
+    for _, load, store in _BITS.values():
+        register_jitable(load)
+        register_jitable(store)
+    for function in (_scale, _norm_elements, _norm_words):
         register_jitable(function)
     # Only the sum may be reordered (to vectorise); NaN and inf keep their meaning.
     register_jitable(fastmath={"reassoc", "contract"})(_sum_squares)
@@ -167,16 +169,16 @@ def _teach_numba() -> None:
             args[0], context.get_value_type(types.voidptr)
         )
     )
-    for function, address in zip((_thread, _threads), _openmp()[1:], strict=True):
-        symbol = f"mlakit_cpu_fused{function.__name__}"
+    for query, address in zip((_thread, _threads), _openmp()[1:], strict=True):
+        symbol = f"mlakit_cpu_fused{query.__name__}"
         binding.add_symbol(symbol, ctypes.cast(address, ctypes.c_void_p).value)
-        type_callable(function)(lambda context: lambda: types.int32)
+        type_callable(query)(lambda context: lambda: types.int32)
 
         def lower(context, builder, signature, args, symbol=symbol):
             kind = ir.FunctionType(ir.IntType(32), [])
             return builder.call(cgutils.get_or_insert_function(builder.module, kind, symbol), [])
 
-        lower_builtin(function)(lower)
+        lower_builtin(query)(lower)
 
 
 _ARGUMENTS = struct.Struct("=13q2d")

@@ -194,7 +194,7 @@ def bad(**changes):
     names = ("q", "q_weight", "q_eps", "k", "k_weight", "k_eps")
     arguments = dict(zip(names, made.args, strict=True))
     buffer = made.buffer
-    fresh = torch.empty(4, 8), torch.empty(4, 4)
+    fresh = torch.zeros(4, 8), torch.zeros(4, 4)
     special = {
         "other rows": {"k": buffer[:3, 8:12]},
         "other dtype": {"k": buffer[:, 8:12].double()},
