@@ -1,0 +1,363 @@
+"""A decode stack of MLA attention layers that fits on one card: what the step costs in tokens.
+
+Layers have weights of their own (61 of DeepSeek-V3 are 23 GB in BF16, so every step reads them from
+memory), a latent cache filled by prefilling one sequence that all rows of a batch then share, and
+the residual stream between them. There is no MLP, no embedding and no sampling: tokens/s are the
+attention stack's, and the step's share of a whole model's token is smaller than here.
+
+    python -m mlakit.models.stack --layers 61 --batches 1,8,64,256 --out stack.json
+
+needs torch, triton and numpy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch.nn.functional import rms_norm
+
+from mlakit import rounding
+from mlakit.dispatch.probe import context_for
+from mlakit.errors import MisuseError
+from mlakit.models import mla
+from mlakit.paths import registry
+from mlakit.records import Cell
+from mlakit.timing import clock, guard, sampler, stats
+
+DELETED = "no_step"
+TWICE = "twice:"
+LANES = (
+    "torch_native torch_rms_norm torch_rms_norm_copied dual_stream inductor triton_fused "
+    f"{DELETED} {TWICE}torch_rms_norm {TWICE}triton_fused"
+).split()
+"""``no_step`` passes q and k on as they are; ``twice:`` runs a path, then runs it again."""
+BASE = "torch_rms_norm"
+ROOM = 64
+"""cache rows behind the context; decoding wraps round there, so memory and traffic stay constant"""
+
+
+class Stack:
+    """``layers`` MLA layers, their latent caches for ``batch`` sequences, and a decode step."""
+
+    def __init__(
+        self,
+        dims: mla.Dims,
+        layers: int,
+        batch: int,
+        context: int,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+    ) -> None:
+        """Draw the weights and prefill the caches with ``context`` tokens.
+
+        Raises:
+            MisuseError: weights and caches do not fit in the device's free memory.
+        """
+        self.dims, self.context, self.dtype, self.device = dims, context, dtype, device
+        self.capacity = context + ROOM
+        _check_memory(dims, layers, batch, self.capacity, device, dtype)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.layers = [mla.random_layer(dims, self.generator, dtype) for _ in range(layers)]
+        shape = (batch, self.capacity, dims.kv_lora_rank + dims.rope)
+        self.caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.position = torch.full((1,), context, dtype=torch.int64, device=device)
+        self.slots = torch.arange(self.capacity, device=device)
+        if context:
+            self._prefill(self.tokens(context))
+
+    def tokens(self, n: int) -> torch.Tensor:
+        """(n, hidden_size) seeded stand-ins for embeddings, of unit size."""
+        shape = (n, self.dims.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
+            generator=self.generator
+        )
+
+    @torch.no_grad()
+    def _prefill(self, hidden: torch.Tensor) -> torch.Tensor:
+        tables = mla.rope_tables(self.slots[: len(hidden)], self.dims.rope)
+        step = registry.get(BASE).call
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            ready = self.prepared(hidden, layer, tables, step)
+            cache[:, : len(hidden)] = torch.cat((ready.kv, ready.k_rope), -1)
+            latent = mla.attend_causal(ready, self.dims.scaling)
+            hidden = hidden + mla.finish(latent, layer, self.dtype)
+        return hidden
+
+    def prepared(self, hidden, layer, tables, step) -> mla.Prepared:
+        """The attention-prepare block of one layer, on the normed residual."""
+        x = rms_norm(hidden, (self.dims.hidden_size,), layer.input_norm, self.dims.eps)
+        return mla.prepare(x, layer, self.dims, tables, step)
+
+    @torch.no_grad()
+    def decode(self, hidden: torch.Tensor, step: Callable) -> torch.Tensor:
+        """One token of each of B sequences, (B, hidden_size), through all layers; moves on by one.
+
+        Nothing but tensors decides what runs, so the whole may be captured in a graph.
+        """
+        b, d = hidden.shape[0], self.dims
+        tables = mla.rope_tables(self.position, d.rope)
+        ahead = (self.slots > self.position).to(self.dtype) * torch.finfo(self.dtype).min
+        for layer, whole in zip(self.layers, self.caches, strict=True):
+            ready = self.prepared(hidden, layer, tables, step)
+            cache = whole[:b]
+            new = torch.cat((ready.kv, ready.k_rope), -1)
+            cache.index_copy_(1, self.position, new.unsqueeze(1))
+            query = torch.cat((ready.q_latent, ready.q_rope), -1) * d.scaling
+            scores = torch.bmm(query, cache.transpose(1, 2)) + ahead
+            weights = scores.softmax(-1, dtype=torch.promote_types(self.dtype, torch.float32))
+            latent = torch.bmm(weights.to(self.dtype), cache[..., : d.kv_lora_rank])
+            hidden = hidden + mla.finish(latent, layer, self.dtype)
+        self.position.copy_(self.context + (self.position + 1 - self.context) % ROOM)
+        return hidden
+
+
+def _check_memory(dims, layers, batch, capacity, device, dtype) -> None:
+    d = dims
+    weights = d.hidden_size * (d.widths.row_stride + d.heads * d.v)
+    weights += d.heads * (d.q_lora_rank * (d.nope + d.rope) + d.kv_lora_rank * (d.nope + d.v))
+    wanted = layers * (weights + batch * capacity * (d.kv_lora_rank + d.rope)) * dtype.itemsize
+    if device == "cpu":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if wanted > 0.9 * free:
+        raise MisuseError(
+            f"{layers} layers and batch {batch} need {wanted / 2**30:.0f} GiB, {device} has "
+            f"{free / 2**30:.0f} GiB free: give fewer layers, a smaller batch or context"
+        )
+
+
+def step_of(lane: str) -> Callable:
+    """The step that a lane name stands for: a path, ``no_step``, or ``twice:`` and a path."""
+    if lane == DELETED:
+        return _deleted
+    call = registry.get(lane.removeprefix(TWICE)).call
+    return partial(_twice, call) if lane.startswith(TWICE) else call
+
+
+def _deleted(q, q_weight, q_eps, k, k_weight, k_eps):
+    return q, k
+
+
+def _twice(call, *args):
+    call(*args)
+    return call(*args)
+
+
+class StepLane:
+    """One decode step a sample: a graph's replay on a GPU, wall time on a CPU."""
+
+    def __init__(self, stack: Stack, hidden: torch.Tensor, step: Callable) -> None:
+        self.on_gpu = hidden.is_cuda
+        self.run = partial(stack.decode, hidden, step)
+        self.run()
+        if self.on_gpu:
+            slot = SimpleNamespace(args=(), out=None)
+            self.graph, _ = clock.capture(lambda out: self.run(), [slot])
+            self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def take(self) -> float:
+        """Microseconds a step. On a GPU an untimed replay first hides the launch of the timed."""
+        if not self.on_gpu:
+            start = time.perf_counter_ns()
+            self.run()
+            return (time.perf_counter_ns() - start) / 1e3
+        self.graph.replay()
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) * 1e3
+
+
+def refusal(stack: Stack, hidden: torch.Tensor, lane: str, arch: str) -> str | None:
+    """Why a lane cannot be timed here: its path's own reason, or a wrong answer in layer 0."""
+    if lane == DELETED:
+        return None
+    path = registry.get(lane.removeprefix(TWICE))
+    context = context_for(_cell(stack, len(hidden), arch, (path.name,)), stack.device)
+    why = path.supports(context)
+    if why or (arch == "cpu" and not path.timed):
+        return why or "on a CPU it is the interpreter: correctness only"
+    d, layer = stack.dims, stack.layers[0]
+    x = rms_norm(hidden, (d.hidden_size,), layer.input_norm, d.eps)
+    qkv = mla.product(x, layer.qkv_a, x.dtype)
+    q, k, _ = qkv.split([d.q_lora_rank, d.kv_lora_rank, d.rope], -1)
+    args = (q, layer.q_norm, d.eps, k, layer.k_norm, d.eps)
+    for got, given in zip(path.call(*args), (args[:3], args[3:]), strict=True):
+        want = rounding.oracle(*given)
+        # One ulp of bf16 on either side of the rounding.
+        if not torch.allclose(got.double(), want, rtol=2**-7, atol=1e-6):
+            return "wrong: it does not agree with float64 in layer 0"
+    return None
+
+
+def measure(
+    stack: Stack,
+    batches: Sequence[int],
+    lanes: Sequence[str] = tuple(LANES),
+    *,
+    rounds: int = 40,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    micro: bool = True,
+) -> dict:
+    """Time one decode step with each lane's step, interleaved, at each batch.
+
+    Args:
+        stack: made for the largest batch at least.
+        batches: sequences that decode together: the step's M.
+        lanes: of ``LANES``, or any path's name.
+        rounds: samples of each lane, unless the budget ends first (3 at least).
+        budget_s: seconds of sampling a batch.
+        seed: of the order inside rounds.
+        micro: also time the step alone (``timing.measure``), from which the gain is predicted.
+
+    Returns:
+        A plain dict for JSON: what was run where, ``samples_us[batch][lane]``, ``refused[batch]``,
+        ``micro_us[batch][cache][path]`` (medians, us). ``summarise`` makes rows of it.
+    """
+    device = stack.device
+    about = {k: v for k, v in guard.environment(device).items() if k != "uuid"}
+    result = {
+        "schema": 1, "evidence": "measured",
+        "started_at": datetime.now(UTC).isoformat("T", "seconds"),
+        **about, "clock": "graph" if device != "cpu" else "cpu", "layers": len(stack.layers),
+        "dims": asdict(stack.dims), "context": stack.context, "dtype": str(stack.dtype),
+        "samples_us": {}, "refused": {}, "micro_us": {},
+    }  # fmt: skip
+    with guard.device_lock(device, wait_s=600.0), torch.no_grad():
+        for batch in batches:
+            hidden, key = stack.tokens(batch), str(batch)
+            why = {lane: refusal(stack, hidden, lane, about["arch"]) for lane in lanes}
+            result["refused"][key] = {lane: text for lane, text in why.items() if text}
+            taken = {n: StepLane(stack, hidden, step_of(n)) for n in lanes if not why[n]}
+            done = sampler.sample(
+                taken, budget_s=budget_s, seed=seed, min_rounds=rounds, max_rounds=rounds
+            )
+            result["samples_us"][key] = {n: done.samples_us[n] for n in done.alive(list(taken))}
+            result["refused"][key] |= {n: f"failed: {e}" for n, e in done.errors.items()}
+            del taken, done
+            if device != "cpu":
+                torch.cuda.empty_cache()
+            if micro:
+                paths = tuple(n for n in lanes if n in registry.names() and not why[n])
+                result["micro_us"][key] = _micro(stack, batch, paths, about["arch"])
+    return result
+
+
+def _cell(stack: Stack, batch: int, arch: str, paths: tuple[str, ...], cache: str = "hot") -> Cell:
+    d = stack.dims
+    return Cell(
+        arch, batch, d.q_lora_rank, d.kv_lora_rank, paths, d.rope, eps=d.eps, budget_s=1.5,
+        clock="cpu" if stack.device == "cpu" else "graph", cache=cache,
+        dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stack.dtype, "fp32"),
+    )  # fmt: skip
+
+
+def _micro(stack: Stack, batch: int, paths: tuple[str, ...], arch: str) -> dict:
+    from mlakit.timing.measure import measure_cell
+
+    found = {}
+    for cache in ("hot", "cold"):
+        rows = measure_cell(_cell(stack, batch, arch, paths, cache), device=stack.device).rows
+        found[cache] = {r["path_requested"]: r["p50_us"] for r in rows if r["p50_us"]}
+    return found
+
+
+def summarise(result: dict, base: str = BASE) -> list[dict]:
+    """One row a batch and lane of what ``measure`` returned (or a file of it); us and tokens/s.
+
+    ``cost_us`` is what the lane's step adds to a layer, over ``no_step``; ``gain`` is base's step
+    time over the lane's, paired by round; ``again_us`` what running the path once more costs a
+    layer. ``saved_us`` is a layer's saving against base in the stack, ``saved_micro_us`` the same
+    predicted from the step alone with a hot cache (its rows were just written). Each ``_lo`` and
+    ``_hi`` is a 95 % bootstrap interval.
+    """
+    rows, layers = [], result["layers"]
+    for key, samples in result["samples_us"].items():
+        taken = {lane: np.asarray(v) for lane, v in samples.items()}
+        micro = result["micro_us"].get(key, {}).get("hot", {})
+        for lane, us in taken.items():
+            time_us = stats.median_interval(us)
+            row = {
+                "batch": int(key), "lane": lane, "n": len(us), "step_us": time_us.value,
+                "step_lo": time_us.lo, "step_hi": time_us.hi,
+                "tokens_per_s": int(key) * 1e6 / time_us.value,
+                "tokens_lo": int(key) * 1e6 / time_us.hi, "tokens_hi": int(key) * 1e6 / time_us.lo,
+            }  # fmt: skip
+            pairs = {"cost": (us, taken.get(DELETED)), "saved": (taken.get(base), us)}
+            pairs["again"] = (taken.get(TWICE + lane), us)
+            for name, (more, less) in pairs.items():
+                if more is not None and less is not None and more is not less:
+                    n = min(len(more), len(less))
+                    _put(row, f"{name}_us", stats.median_interval((more[:n] - less[:n]) / layers))
+            if base in taken:
+                n = min(len(us), len(taken[base]))
+                _put(row, "gain", stats.paired_ratio(taken[base][:n], us[:n]))
+            if lane in micro and base in micro:
+                row["saved_micro_us"] = micro[base] - micro[lane]
+                row["alone_us"] = micro[lane]
+            rows.append(row)
+    return rows
+
+
+def _put(row: dict, name: str, interval: stats.Interval) -> None:
+    row |= {name: interval.value, f"{name}_lo": interval.lo, f"{name}_hi": interval.hi}
+
+
+def small(layers: int = 4, batch: int = 8, context: int = 32, seed: int = 0) -> Stack:
+    """A stack that a CPU runs in milliseconds: sizes a tenth of DeepSeek-V3's, float bf16."""
+    dims = mla.Dims(256, 4, 192, 64, nope=32, rope=16, v=32)
+    return Stack(dims, layers, batch, context, seed=seed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The bare entry: build, measure, write JSON, print a table."""
+    parser = argparse.ArgumentParser(prog="python -m mlakit.models.stack", description=__doc__)
+    parser.add_argument("--model", default="DeepSeek-V3")
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--lanes", default=",".join(LANES))
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--budget-s", type=float, default=25.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", default="stack.json")
+    given = parser.parse_args(argv)
+    batches = [int(b) for b in given.batches.split(",")]
+    stack = Stack(
+        mla.Dims.of(given.model), given.layers, max(batches), given.context,
+        device=given.device, seed=given.seed,
+    )  # fmt: skip
+    result = measure(
+        stack, batches, given.lanes.split(","), rounds=given.rounds, budget_s=given.budget_s,
+        seed=given.seed,
+    )  # fmt: skip
+    result["model"] = given.model
+    Path(given.out).write_text(json.dumps(result), encoding="utf-8")
+    shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi cost_us saved_us saved_micro_us"
+    print(shown.replace(" ", "\t"))
+    for row in summarise(result):
+        values = (row.get(c) for c in shown.split())
+        print("\t".join(f"{v:.5g}" if isinstance(v, float) else str(v) for v in values))
+    for key, refused in result["refused"].items():
+        for lane, why in refused.items():
+            print(f"batch {key}: {lane} was not timed: {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

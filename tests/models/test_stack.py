@@ -1,0 +1,125 @@
+"""The decode stack: a decoded token is the prefilled one, lanes run what they say, sums add up."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mlakit.errors import MisuseError
+from mlakit.models import mla, stack
+from mlakit.paths import registry
+
+DIMS = mla.Dims(96, 3, 64, 32, nope=16, rope=8, v=16)
+
+
+def test_a_decoded_token_is_what_a_longer_prefill_gives():
+    made = stack.Stack(DIMS, 3, batch=2, context=0, dtype=torch.float32)
+    step = registry.get("torch_native").call
+    prompt = made.tokens(14)
+    want = made._prefill(prompt)
+    made.caches = [torch.zeros_like(c) for c in made.caches]
+    made._prefill(prompt[:12])
+    made.position.fill_(12)
+    for i in (12, 13):
+        got = made.decode(prompt[i].expand(2, -1), step)
+        # Float32 sums in another order through 3 layers.
+        assert torch.allclose(got, want[i].expand(2, -1), rtol=1e-4, atol=1e-5)
+        assert int(made.position) == i + 1
+    made.position.fill_(12)
+    assert not torch.allclose(made.decode(prompt[13].expand(2, -1), step), got, rtol=1e-2)
+
+
+def test_decoding_wraps_round_behind_the_context():
+    made = stack.Stack(DIMS, 1, batch=1, context=5)
+    before = made.caches[0][:, :5].clone()
+    for _ in range(stack.ROOM):
+        made.decode(made.tokens(1), registry.get("torch_rms_norm").call)
+    assert int(made.position) == 5
+    assert torch.equal(made.caches[0][:, :5], before)
+
+
+def test_layers_have_weights_of_their_own():
+    made = stack.Stack(DIMS, 3, batch=1, context=0)
+    pointers = {t.data_ptr() for layer in made.layers for t in vars(layer).values()}
+    assert len(pointers) == 3 * 8
+
+
+def test_lanes_are_what_they_say(monkeypatch):
+    made = stack.small()
+    hidden = made.tokens(8)
+    seen = []
+
+    native = registry.get("torch_native").call
+
+    def counting(*args):
+        seen.append(args)
+        return native(*args)
+
+    path = registry.Path("torch_rms_norm", "", counting, lambda c: None, "round_once", 2)
+    monkeypatch.setattr(stack.registry, "get", lambda name: path)
+    made.decode(hidden, stack.step_of("torch_rms_norm"))
+    once = len(seen)
+    made.decode(hidden, stack.step_of("twice:torch_rms_norm"))
+    assert (once, len(seen)) == (4, 4 + 8)
+    assert not seen[0][0].is_contiguous()
+    q, k = torch.ones(2, 3), torch.ones(2, 4)
+    assert stack.step_of("no_step")(q, None, 0.0, k, None, 0.0) == (q, k)
+
+
+def test_a_lane_that_cannot_run_or_answers_wrong_is_refused():
+    made = stack.small()
+    hidden = made.tokens(3)
+    assert stack.refusal(made, hidden, "torch_native", "cpu") is None
+    assert "second stream" in stack.refusal(made, hidden, "dual_stream", "cpu")
+    assert "unquantised" not in (stack.refusal(made, hidden, "torch_rms_norm", "cpu") or "")
+    assert "fp8_group128" in stack.refusal(made, hidden, "torch_fp8_group128", "cpu")
+    with pytest.raises(MisuseError, match="unknown path"):
+        stack.refusal(made, hidden, "triton_fuse", "cpu")
+
+
+def test_measure_on_a_cpu_and_the_rows_it_makes(tmp_path):
+    made = stack.small(layers=2, batch=4, context=8)
+    lanes = ["torch_native", "torch_rms_norm", "dual_stream", "no_step", "twice:torch_native"]
+    result = stack.measure(made, [1, 4], lanes, rounds=5, micro=False)
+    again = json.loads(json.dumps(result))
+    rows = stack.summarise(again)
+    assert {(r["batch"], r["lane"]) for r in rows} == {
+        (b, n) for b in (1, 4) for n in lanes if n != "dual_stream"
+    }
+    assert result["evidence"] == "measured"
+    assert result["layers"] == 2
+    assert set(result["refused"]["1"]) == {"dual_stream"}
+    assert all(r["n"] == 5 and r["tokens_per_s"] > 0 for r in rows)
+
+
+def test_summaries_find_what_was_put_in():
+    """Samples with a known cost a layer and a drift that all lanes share."""
+    drift = 1000 + np.arange(40.0)
+    samples = {
+        "torch_rms_norm": drift + 61 * 5,
+        "triton_fused": drift + 61 * 3,
+        "twice:triton_fused": drift + 61 * 5.5,
+        "no_step": drift,
+    }
+    result = {
+        "layers": 61, "samples_us": {"8": {k: list(v) for k, v in samples.items()}},
+        "micro_us": {"8": {"hot": {"torch_rms_norm": 4.5, "triton_fused": 2.0}}},
+    }  # fmt: skip
+    row = next(r for r in stack.summarise(result) if r["lane"] == "triton_fused")
+    assert row["cost_us"] == pytest.approx(3)
+    assert row["saved_us"] == pytest.approx(2)
+    assert row["again_us"] == pytest.approx(2.5)
+    assert row["saved_us_lo"] == pytest.approx(2)
+    assert row["saved_micro_us"] == pytest.approx(2.5)
+    assert row["tokens_per_s"] == pytest.approx(8e6 / np.median(samples["triton_fused"]))
+    assert row["tokens_lo"] <= row["tokens_per_s"] <= row["tokens_hi"]
+    assert row["gain"] == pytest.approx(
+        np.median(samples["torch_rms_norm"] / samples["triton_fused"])
+    )
+
+
+def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (20 * 2**30, 24 * 2**30))
+    with pytest.raises(MisuseError, match="61 layers and batch 256 need 39 GiB"):
+        stack._check_memory(mla.Dims.of("DeepSeek-V3"), 61, 256, 1088, "cuda", torch.bfloat16)
