@@ -97,8 +97,8 @@ def encoding_of(quant: str, device: torch.device, options: Options) -> fp8.Encod
     return fp8.encoding(options.encoding) if options.encoding else native_encoding(device)
 
 
-def empty(quant: str, q: torch.Tensor, options: Options = DEFAULT) -> QuantisedQ:
-    """Unwritten output for q, in the shapes and strides of ``options``.
+def _shapes(quant: str, q: torch.Tensor, options: Options) -> tuple:
+    """(shape, dtype) of the values and of the scale that ``quant`` makes of q.
 
     Raises:
         MisuseError: a width or layout that ``quant`` does not have.
@@ -107,24 +107,64 @@ def empty(quant: str, q: torch.Tensor, options: Options = DEFAULT) -> QuantisedQ
     reason = refusal(quant, n)
     if reason:
         raise MisuseError(reason)
-    layout = options.scale_layout
+    layouts = mxfp4.SCALE_LAYOUTS if quant == "mxfp4" else fp8.SCALE_LAYOUTS
+    if options.scale_layout not in (None, *layouts):
+        raise unknown("scale layout", options.scale_layout, layouts)
     if quant == "mxfp4":
-        shape = _mxfp4_scale_shape(m, n // mxfp4.GROUP, layout)
-        values = q.new_empty((*q.shape[:-1], n // 2), dtype=torch.uint8)
-        scale = q.new_empty(shape, dtype=torch.uint8)
+        scale = m, n // mxfp4.GROUP
+        if options.scale_layout == "shuffled":
+            scale = mxfp4.shuffled_shape(*scale)
+        return ((*q.shape[:-1], n // 2), torch.uint8), (scale, torch.uint8)
+    groups = n // fp8.GROUP if quant == "fp8_group128" else 1
+    dtype = encoding_of(quant, q.device, options).dtype
+    return (tuple(q.shape), dtype), ((m, groups), torch.float32)
+
+
+def empty(quant: str, q: torch.Tensor, options: Options = DEFAULT) -> QuantisedQ:
+    """Unwritten output for q, in the shapes and strides of ``options``.
+
+    Raises:
+        MisuseError: a width or layout that ``quant`` does not have.
+    """
+    (shape, dtype), (scale_shape, scale_dtype) = _shapes(quant, q, options)
+    if quant == "mxfp4":
+        scale = q.new_empty(scale_shape, dtype=scale_dtype)
     else:
-        dtype = encoding_of(quant, q.device, options).dtype
-        values = q.new_empty(q.shape, dtype=dtype)
-        groups = n // fp8.GROUP if quant == "fp8_group128" else 1
-        scale = fp8.empty_scale(m, groups, layout or "row_major", q.device)
+        scale = fp8.empty_scale(*scale_shape, options.scale_layout or "row_major", q.device)
     unquantised = q.new_empty(q.shape) if options.unquantised else None
-    return QuantisedQ(values, scale, unquantised)
+    return QuantisedQ(q.new_empty(shape, dtype=dtype), scale, unquantised)
 
 
-def _mxfp4_scale_shape(m: int, groups: int, layout: str | None) -> tuple[int, int]:
-    if layout not in (None, *mxfp4.SCALE_LAYOUTS):
-        raise unknown("scale layout", layout, mxfp4.SCALE_LAYOUTS)
-    return mxfp4.shuffled_shape(m, groups) if layout == "shuffled" else (m, groups)
+def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
+    """Check a call's six ``arguments``; give ``out``, or new tensors where it is None.
+
+    Raises:
+        MisuseError: as ``checks.check``; a gradient is wanted; or one of ``out``'s tensors differs
+            from what ``empty`` makes in shape, dtype, strides or device.
+    """
+    check(*arguments)
+    q, q_weight, _, k, k_weight, _ = arguments
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, q_weight, k, k_weight)):
+        raise MisuseError("a gradient is wanted and quantising has none: use torch.no_grad()")
+    if out is None:
+        return empty(quant, q, options), k.new_empty(k.shape)
+    quantised, k_out = QuantisedQ(*out[0]), out[1]
+    (shape, dtype), scale = _shapes(quant, q, options)
+    wanted = [("values", quantised.values, shape, dtype), ("scale", quantised.scale, *scale)]
+    wanted.append(("k", k_out, tuple(k.shape), k.dtype))
+    if options.unquantised:
+        wanted.append(("unquantised", quantised.unquantised, tuple(q.shape), q.dtype))
+    for name, tensor, shape, dtype in wanted:
+        strided = name == "scale" and options.scale_layout == "strided"
+        if (
+            tensor is None
+            or (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, dtype, q.device)
+            or not (tensor.t() if strided else tensor).is_contiguous()
+        ):
+            raise MisuseError(
+                f"out's {name} must be {shape} {dtype} on {q.device}, as quantised.empty makes it"
+            )
+    return out
 
 
 def fill(quant: str, y: torch.Tensor, out: QuantisedQ, options: Options = DEFAULT) -> QuantisedQ:
@@ -177,8 +217,7 @@ def dequantise(quant: str, quantised: QuantisedQ, options: Options = DEFAULT) ->
 
 def eager(quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT):
     """The step in torch's own operators: float32 norm, then quantise."""
-    check(q, q_weight, q_eps, k, k_weight, k_eps)
-    quantised, k_out = out or (empty(quant, q, options), k.new_empty(k.shape))
+    quantised, k_out = outputs(quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options)
     fill(quant, _norm32(q, q_weight, q_eps), quantised, options)
     k_out.copy_(_norm32(k, k_weight, k_eps))
     return quantised, k_out

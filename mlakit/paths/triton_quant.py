@@ -243,8 +243,9 @@ def fused(
         MisuseError: arguments that no path takes, a layout that is no (rows, stride) pair, or a
             width, encoding or scale layout that ``quant`` does not have.
     """
-    checks.check(q, q_weight, q_eps, k, k_weight, k_eps)
-    result = out or (quantised.empty(quant, q, options), k.new_empty(k.shape))
+    result = quantised.outputs(quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options)
+    if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+        raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
     _launch(
         quant, checks.as_rows(q, "q"), q_weight, q_eps, checks.as_rows(k, "k"), k_weight, k_eps,
         result[0], result[1], options, config, normalise=True,
@@ -259,9 +260,10 @@ def unfused(
 
     So q is rounded before its scale is taken, unlike in ``fused``. Raises as ``fused`` does.
     """
-    quantised_q, k_out = out or (quantised.empty(quant, q, options), k.new_empty(k.shape))
-    normed = quantised_q.unquantised
-    normed = q.new_empty(q.shape) if normed is None else normed
+    quantised_q, k_out = quantised.outputs(
+        quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options
+    )
+    normed = quantised_q.unquantised if options.unquantised else q.new_empty(q.shape)
     triton_fused.call(q, q_weight, q_eps, k, k_weight, k_eps, out=(normed, k_out))
     return quantise(quant, normed, quantised_q, options), k_out
 
@@ -281,14 +283,12 @@ def _launch(
     m = q.shape[0]
     if m == 0:
         return
-    if not (out.values.is_contiguous() and k_out.is_contiguous()):
-        raise MisuseError("out's values and k are written as contiguous rows: give such tensors")
     arch = "cpu" if q.device.type == "cpu" else archs.devices()[q.get_device()].arch
     widths, dtype = (q.shape[1], k.shape[1]), DTYPE_NAMES[q.dtype]
     config = config or heuristic(quant, arch, m, *widths, dtype)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
     scale = out.scale if shuffled else quantised.plain_scale(quant, out, options)
-    unquantised = q if out.unquantised is None or not normalise else out.unquantised
+    unquantised = out.unquantised if options.unquantised and normalise else q
     tensors = (q, q_weight, out.values, out.scale, unquantised, k, k_weight, k_out)
     numbers = (q.stride(0), k.stride(0), *scale.stride(), m, out.scale.shape[0], q_eps, k_eps)
     encoding = _ENCODING_OF.get(out.values.dtype)

@@ -109,6 +109,33 @@ def test_out_is_written_whole_and_no_rows_are_no_error(quant):
     assert got.values.shape[0] == k_out.shape[0] == 0
 
 
+def test_out_that_does_not_fit_is_refused():
+    x = inputs.make(4, DEEPSEEK)
+    k_out = torch.empty(4, 512, dtype=torch.bfloat16)
+    options = Options(unquantised=True)
+    good = quantised.empty("fp8_group128", x.q, options)
+    for what, bad in (
+        ("values", good._replace(values=good.values[:3])),
+        ("scale", good._replace(scale=torch.empty(4, 1))),
+        ("scale", good._replace(scale=fp8.empty_scale(4, 12, "strided"))),
+        ("unquantised", good._replace(unquantised=None)),
+    ):
+        for kind in ("torch", "triton", "unfused"):
+            path = registry.get(f"{kind}_fp8_group128")
+            with pytest.raises(MisuseError, match=f"out's {what} must be"):
+                path.call(*x.args, out=(bad, k_out), options=options)
+    with pytest.raises(MisuseError, match="out's k must be"):
+        registry.get("torch_fp8_group128").call(*x.args, out=(good, x.k), options=options)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton", "unfused"])
+def test_a_wanted_gradient_is_refused(kind):
+    x = inputs.make(2, DEEPSEEK)
+    x.q_weight.requires_grad_()
+    with pytest.raises(MisuseError, match="a gradient is wanted"):
+        registry.get(f"{kind}_mxfp4").call(*x.args)
+
+
 def test_encoding_is_the_devices_own_unless_named():
     assert quantised.native_encoding(torch.device("cpu")).name == "fp8_ocp"
     x = inputs.make(2, Widths(128, 64))
