@@ -34,7 +34,7 @@ from mlakit.codegen.isa.state import Waves, unknown_instruction
 from mlakit.errors import MisuseError
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
-MAX_STEPS = 2_000_000
+MAX_STEPS = 300_000
 _ITEM = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8, "u32": 4, "u64": 8}
 
 
@@ -50,6 +50,7 @@ class Descriptor:
     kernarg_pointer: bool
     other_user_sgprs: bool
     wave32: bool
+    scratch_bytes: int
     preload_dwords: int
     preload_offset: int
     float_mode: int
@@ -71,6 +72,7 @@ def read_descriptor(binary: bytes) -> Descriptor:
         kernarg_pointer=bool(properties >> 3 & 1),
         other_user_sgprs=bool(properties & 0b1110110),
         wave32=bool(properties >> 10 & 1),
+        scratch_bytes=field(4, 4),
         preload_dwords=preload & 127,
         preload_offset=preload >> 7,
         float_mode=rsrc1 >> 12 & 255,
@@ -220,6 +222,13 @@ class _Machine:
             segment += raw
             at += len(raw)
         segment += bytes(max(0, self.descriptor.kernarg_bytes - len(segment)))
+        hidden = {f"hidden_block_count_{axis}": n for axis, n in zip("xyz", self.grid, strict=True)}
+        hidden |= {"hidden_group_size_x": self.per_group * self.lanes, "hidden_grid_dims": 3}
+        hidden |= {"hidden_group_size_y": 1, "hidden_group_size_z": 1}
+        entry = r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(hidden_\w+)"
+        for at, size, what in re.findall(entry, compiled.text):
+            value = hidden.get(what, 0).to_bytes(int(size), "little")
+            segment[int(at) : int(at) + int(size)] = value
         return np.frombuffer(bytes(segment), np.uint8).copy()
 
     def _bind(self) -> None:
@@ -228,29 +237,32 @@ class _Machine:
             i.handler = self._handler(i)
 
     def _handler(self, i: Instruction):
+        """The function that runs an instruction; None for control flow and the unknown.
+
+        A modifier that the function does not know makes the instruction unknown.
+        """
         name = i.name
         if scalar.IGNORED.fullmatch(name):
             return lambda waves, i: None
-        if name in lanes.HANDLERS:
-            return lanes.HANDLERS[name]
-        kind = memory.family(name)
-        if kind == "lds":
-            return partial(memory.lds_access, lds=self.lds, memory=self.memory)
-        if kind:
-            run_it = {
-                "scalar": memory.scalar_load,
-                "global": memory.global_access,
-                "buffer": memory.buffer_access,
-            }[kind]
-            return partial(run_it, memory=self.memory)
-        if i.dual is not None and vector.handler(i.dual.name) is not vector.arithmetic:
+        if found := memory.lds_handler(name):
+            run_it, known = partial(found[0], lds=self.lds, memory=self.memory), found[1]
+        elif found := memory.handler(name):
+            run_it, known = partial(found[0], memory=self.memory), found[1]
+        elif run_it := scalar.handler(name):
+            known = frozenset()
+        else:
+            found = lanes.HANDLERS.get(name) or vector.handler(name) or packed.handler(name)
+            run_it, known = found or (None, frozenset())
+        if run_it and not known.issuperset(i.mods):
             return None
-        return scalar.handler(name) or vector.handler(name) or packed.handler(name)
+        if i.dual is not None and not (run_it is self._handler(i.dual) is vector.arithmetic):
+            return None
+        return run_it
 
     def _initial(self) -> Waves:
         """All waves at the entry, registers as the ABI sets them."""
         d = self.descriptor
-        waves = Waves(self.group, self.rank, self.lanes, self.vgprs, self.gfx)
+        waves = Waves(self.group, self.rank, self.lanes, self.vgprs, self.gfx, d.scratch_bytes)
         kernarg = self.memory.add(self.kernarg, "kernarg")
 
         def put(index: int, value) -> None:
@@ -329,7 +341,11 @@ class _Machine:
         waves.pc += 1
         outcome = None
         if i.handler is not None:
-            i.handler(waves, i)
+            try:
+                i.handler(waves, i)
+            except EmulationError as stop:
+                where = "" if i.text in str(stop) else f" (in: {i.text})"
+                raise EmulationError(f"{stop}{where}") from None
         else:
             outcome = self._control(waves, i)
         if trace:

@@ -18,6 +18,7 @@ _PATTERNS = (
     "quad_perm row_shl row_shr row_ror row_mirror row_half_mirror row_bcast row_newbcast row_share "
     "row_xmask wave_shl wave_rol wave_shr wave_ror dpp8"
 ).split()
+DPP_MODS = frozenset([*_PATTERNS, "row_mask", "bank_mask", "bound_ctrl", "fi"])
 
 
 def dpp_pattern(mods: dict[str, str]) -> str | None:
@@ -219,16 +220,18 @@ def swizzle(waves: Waves, i: Instruction) -> None:
     waves.write(i.operands[0], np.where(waves.exec[:, source], bits, U32(0)))
 
 
+_NONE: frozenset[str] = frozenset()
+_OFFSET = frozenset(["offset"])
 HANDLERS = {
-    "v_readfirstlane_b32": readfirstlane,
-    "v_readlane_b32": readlane,
-    "v_writelane_b32": writelane,
-    "v_permlane16_b32": permlane16,
-    "v_permlanex16_b32": permlane16,
-    "v_permlane64_b32": permlane64,
-    "v_permlane16_swap_b32": permlane_swap,
-    "v_permlane32_swap_b32": permlane_swap,
-    "ds_bpermute_b32": bpermute,
-    "ds_permute_b32": permute,
-    "ds_swizzle_b32": swizzle,
+    "v_readfirstlane_b32": (readfirstlane, _NONE),
+    "v_readlane_b32": (readlane, _NONE),
+    "v_writelane_b32": (writelane, _NONE),
+    "v_permlane16_b32": (permlane16, frozenset(["op_sel"])),
+    "v_permlanex16_b32": (permlane16, frozenset(["op_sel"])),
+    "v_permlane64_b32": (permlane64, _NONE),
+    "v_permlane16_swap_b32": (permlane_swap, _NONE),
+    "v_permlane32_swap_b32": (permlane_swap, _NONE),
+    "ds_bpermute_b32": (bpermute, _OFFSET),
+    "ds_permute_b32": (permute, _OFFSET),
+    "ds_swizzle_b32": (swizzle, _OFFSET),
 }

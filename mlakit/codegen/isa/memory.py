@@ -202,7 +202,9 @@ def global_access(waves: Waves, i: Instruction, memory: Memory) -> None:
     if base.kind == "off":
         at = waves.read(address, "u64")
     else:
-        at = waves.read_scalar(base, "u64")[:, None] + waves.read(address, "u32").astype(U64)
+        scale = U64(size if "scale_offset" in i.mods else 1)
+        offset = waves.read(address, "u32").astype(U64) * scale
+        at = waves.read_scalar(base, "u64")[:, None] + offset
     at = at + np.array(_offset(i), np.int64).view(U64)
     _access(waves, i, memory, at, waves.exec, kind, dst, size, form)
 
@@ -225,8 +227,6 @@ def buffer_access(waves: Waves, i: Instruction, memory: Memory) -> None:
     kind, what = re.fullmatch(r"buffer_(load|store)_(\w+)", i.name).groups()
     size, form = _size(what)
     dst, address, resource, step = i.operands
-    if "idxen" in i.mods or "lds" in i.mods:
-        raise EmulationError(f"idxen and lds are not emulated: {i.text}")
     base, records = _resource(waves, resource)
     offset = np.zeros_like(waves.exec, U64) + U64(_offset(i))
     if "offen" in i.mods:
@@ -280,12 +280,46 @@ def lds_access(waves: Waves, i: Instruction, lds: Lds, memory: Memory) -> None:
             scatter(lds.data, at, values, size)
 
 
-def family(name: str) -> str | None:
-    """Which of the families above runs an instruction: scalar, global, buffer, lds or None."""
-    if name.startswith("s_load_"):
-        return "scalar"
-    if re.fullmatch(r"global_(load|store)_\w+", name):
-        return "global"
-    if re.fullmatch(r"buffer_(load|store)_\w+", name):
-        return "buffer"
-    return "lds" if _LDS.fullmatch(name) else None
+def scratch_access(waves: Waves, i: Instruction, memory: Memory) -> None:
+    """scratch_load_* and scratch_store_*: bytes private to a lane (CDNA3 ISA, "Scratch")."""
+    kind, what = re.fullmatch(r"scratch_(load|store)_(\w+)", i.name).groups()
+    size, form = _size(what)
+    dst, address, base = i.operands if kind == "load" else (i.operands[1], *i.operands[::2])
+    at = np.full(waves.exec.shape, _offset(i), np.int64)
+    if address.kind != "off":
+        at = at + waves.read(address, "u32")
+    if base.kind != "off":
+        at = at + waves.read_scalar(base)[:, None]
+    if (at + size > waves.scratch.shape[2]).any() or (at < 0).any():
+        raise EmulationError(f"{i.text}: outside {waves.scratch.shape[2]} bytes of scratch")
+    active, wave = waves.exec, np.nonzero(waves.exec)
+    memory.traffic["scratch_" + kind] += size * int(active.sum())
+    flat = np.ravel_multi_index((*wave, at[active]), waves.scratch.shape)
+    data = waves.scratch.reshape(-1)
+    if kind == "store":
+        scatter(data, flat, _stored(waves, dst, size, form, active), size)
+        return
+    out = np.zeros((max(1, size // 4), *active.shape), U32)
+    out[:, active] = gather(data, flat, size)
+    _write_loaded(waves, dst, out, size, form)
+
+
+_HINTS = frozenset("glc slc dlc sc0 sc1 nt th scope offset".split())
+_FAMILIES = {
+    "s_load": (scalar_load, _HINTS),
+    "global": (global_access, _HINTS | {"scale_offset"}),
+    "buffer": (buffer_access, _HINTS | {"offen"}),
+    "scratch": (scratch_access, _HINTS),
+}
+
+
+def handler(name: str):
+    """(function, modifiers it knows) of a memory instruction other than LDS, or None."""
+    m = re.fullmatch(r"(?:(s_load)|(?:(global|buffer|scratch)_(?:load|store)))_\w+", name)
+    return _FAMILIES[m.group(1) or m.group(2)] if m else None
+
+
+def lds_handler(name: str):
+    """The same for an LDS instruction."""
+    mods = frozenset(["offset", "offset0", "offset1"])
+    return (lds_access, mods) if _LDS.fullmatch(name) else None

@@ -134,22 +134,6 @@ def _insert(waves: Waves, dst: Operand, bits: np.ndarray, shift: int, size: int)
     waves.write(dst, (waves.v[dst.index] & keep) | (bits << U32(shift)).astype(U32))
 
 
-def convert_16(waves: Waves, i: Instruction) -> None:
-    """Conversions of one value that read or write 16 bits."""
-    name = i.name.replace("_e32", "")
-    to, what = re.fullmatch(r"v_cvt_(\w+?)_(\w+)", name).groups()
-    kind = {"bf16": "b16"}.get(what, what)
-    value, allowed = source(waves, i, 0, i.operands[1], kind)
-    if what == "bf16":
-        value = numbers.from_bf16(value)
-    if to == "f32":
-        waves.write(i.operands[0], np.broadcast_to(value.astype(F32), waves.exec.shape), allowed)
-        return
-    half = numbers.to_f16(value, waves.fp16_ovfl)
-    high = "op_sel" in i.mods and i.bits("op_sel", 0, 2)[1]
-    waves.write_half(i.operands[0], half, high, waves.gfx >= 1000 or high, allowed)
-
-
 def convert_pair(waves: Waves, i: Instruction) -> None:
     """v_cvt_pk_{bf16,f16}_f32, v_cvt_pkrtz_f16_f32, v_pack_b32_f16: two values to one register."""
     if i.name == "v_pack_b32_f16":
@@ -233,18 +217,23 @@ _PACKED = re.compile(
     r"v_pk_(?:(?:add|mul|fma|max|min|maximum|minimum)_(?:num_)?(?:f16|bf16|f32)"
     r"|(?:add|sub|max|min|mad|mul_lo|lshlrev|lshrrev|ashrrev)_[ui]16|(?:lshl|lshr)rev_b16|mov_b32)"
 )
+_PICK = frozenset(["op_sel"])
 _FAMILIES = (
-    (_PACKED, packed),
-    (re.compile(r"v_fma_mix(lo|hi)?_(f32|f16|bf16|f32_f16|f32_bf16)"), fma_mix),
-    (re.compile(r"v_cvt_(f32_f16|f16_f32|f32_bf16)"), convert_16),
-    (re.compile(r"v_cvt_pk_(bf16|f16)_f32|v_cvt_pk_?rtz_f16_f32|v_pack_b32_f16"), convert_pair),
-    (re.compile(r"v_cvt_pk_(fp8|bf8)_f32"), convert_fp8_pair),
-    (re.compile(r"v_cvt_scalef32_pk_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_fp8_pair),
-    (re.compile(r"v_cvt_scalef32_pk8_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_eight),
-    (re.compile(r"v_cvt_(pk_)?f32_(fp8|bf8)"), convert_from_fp8),
+    (_PACKED, packed, _PICK | {"op_sel_hi", "neg_lo", "neg_hi", "clamp"}),
+    (
+        re.compile(r"v_fma_mix(lo|hi)?_(f32|f16|bf16|f32_f16|f32_bf16)"),
+        fma_mix,
+        _PICK | {"op_sel_hi", "clamp"},
+    ),
+    (re.compile(r"v_cvt_pk_(bf16|f16)_f32|v_cvt_pk_?rtz_f16_f32"), convert_pair, frozenset()),
+    (re.compile(r"v_pack_b32_f16"), convert_pair, _PICK),
+    (re.compile(r"v_cvt_pk_(fp8|bf8)_f32"), convert_fp8_pair, _PICK),
+    (re.compile(r"v_cvt_scalef32_pk_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_fp8_pair, _PICK),
+    (re.compile(r"v_cvt_scalef32_pk8_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_eight, frozenset()),
+    (re.compile(r"v_cvt_(pk_)?f32_(fp8|bf8)"), convert_from_fp8, _PICK | {"src0_sel", "byte_sel"}),
 )
 
 
 def handler(name: str):
-    """The function that runs a packed or converting instruction, or None if it is not known."""
-    return next((run for pattern, run in _FAMILIES if pattern.fullmatch(name)), None)
+    """(function, modifiers it knows) of a packed or converting instruction, or None."""
+    return next(((run, mods) for p, run, mods in _FAMILIES if p.fullmatch(name)), None)

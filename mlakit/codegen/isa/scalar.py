@@ -101,7 +101,6 @@ def _logic():
         }
         for name, f in shift.items():
             table[f"s_{name}_b{size}"] = (u, (u, "u32"), f, "nonzero")
-        table[f"s_mov_b{size}"] = table[f"s_cmov_b{size}"] = (u, (u,), lambda a: a, None)
         table[f"s_not_b{size}"] = (u, (u,), lambda a: ~a, "nonzero")
         table[f"s_bcnt1_i32_b{size}"] = ("u32", (u,), _popcount, "nonzero")
         for name in (f"s_ff1_i32_b{size}", f"s_ctz_i32_b{size}"):
@@ -238,6 +237,19 @@ def _with_carry(waves: Waves, i: Instruction) -> None:
     waves.write_scalar(i.operands[0], result)
 
 
+def _copy(waves: Waves, i: Instruction) -> None:
+    """s_mov: a register that was never written may be copied, and stays unwritten."""
+    dst, src = i.operands
+    wide = i.name.endswith("64")
+    if src.kind != "s" or dst.kind != "s":
+        kind = "u64" if wide else "u32"
+        waves.write_scalar(dst, waves.read_scalar(src, kind).copy())
+        return
+    for k in range(1 + wide):
+        waves.s[dst.index + k] = waves.s[src.index + k]
+        waves.s_set[dst.index + k] = waves.s_set[src.index + k]
+
+
 def _cmov(waves: Waves, i: Instruction) -> None:
     kind = "u" + i.name[-2:]
     if not waves.scc.all():
@@ -289,6 +301,8 @@ def _setreg(waves: Waves, i: Instruction) -> None:
 
 def handler(name: str):
     """The function that runs a scalar instruction, or None if no such instruction is known."""
+    if name in ("s_mov_b32", "s_mov_b64"):
+        return _copy
     if re.fullmatch(r"s_cmov_b(32|64)", name):
         return _cmov
     if _RENAMED.get(name, name) in ALU:

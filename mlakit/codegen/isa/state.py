@@ -22,7 +22,7 @@ DTYPES = {
     "f16": np.float16,
     "bf16": np.uint16,
 }
-_WAVE_AXIS = dict(s=1, v=1, s_set=1, v_set=1, exec=0, scc=0, group=0, rank=0)
+_WAVE_AXIS = dict(s=1, v=1, s_set=1, v_set=1, exec=0, scc=0, group=0, rank=0, scratch=0)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -41,11 +41,14 @@ class Waves:
     """Waves at one program counter: W waves of L lanes.
 
     ``s``: (128, W) uint32; ``v``: (registers, W, L) uint32; ``exec``: (W, L) bool; ``scc``: (W,)
-    bool; ``group``: (W,) workgroup of each wave; ``rank``: (W,) wave number in its workgroup.
+    bool; ``scratch``: (W, L, bytes) uint8; ``group``: (W,) workgroup of each wave; ``rank``: (W,)
+    wave number in its workgroup.
     ``s_set`` and ``v_set`` say which registers were ever written, by wave.
     """
 
-    def __init__(self, group: np.ndarray, rank: np.ndarray, lanes: int, vgprs: int, gfx: int):
+    def __init__(
+        self, group: np.ndarray, rank: np.ndarray, lanes: int, vgprs: int, gfx: int, scratch=0
+    ):
         waves = len(group)
         self.lanes, self.gfx, self.group, self.rank = lanes, gfx, group, rank
         self.s = np.zeros((SGPRS, waves), np.uint32)
@@ -55,6 +58,7 @@ class Waves:
         self.exec = np.ones((waves, lanes), bool)
         self.exec_full = True
         self.scc = np.zeros(waves, bool)
+        self.scratch = np.full((waves, lanes, scratch + (-scratch % 4)), 0xFF, np.uint8)
         self.fp16_ovfl = False
         self.pc, self.waiting = 0, False
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlakit.codegen.isa import lanes
-from mlakit.codegen.isa.numbers import exponent_bits, fma, fma64
+from mlakit.codegen.isa.numbers import exponent_bits, fma, fma64, from_bf16, to_f16
 from mlakit.codegen.isa.parse import VCC, EmulationError, Instruction, Operand
 from mlakit.codegen.isa.state import Waves, width_of
 
@@ -231,6 +231,9 @@ OPS: dict[str, Op] = {
     "v_cvt_f32_i32": _op(_F, "i32", lambda a: a.astype(F32)),
     "v_cvt_u32_f32": _op(_B, _F, _to_int(0, 2**32 - 1, U32)),
     "v_cvt_i32_f32": _op("i32", _F, _to_int(-(2**31), 2**31 - 1, I32)),
+    "v_cvt_f32_f16": _op(_F, "f16", lambda a: a.astype(F32)),
+    "v_cvt_f16_f32": _op("f16", _F, to_f16),
+    "v_cvt_f32_bf16": _op(_F, "bf16", from_bf16),
     "v_cvt_f64_f32": _op("f64", _F, lambda a: a.astype(F64)),
     "v_cvt_f32_f64": _op(_F, "f64", lambda a: a.astype(F32)),
     "v_rsq_f32": _op(_F, _F, _ideal(lambda x: 1 / np.sqrt(x))),
@@ -342,7 +345,7 @@ def source(waves: Waves, i: Instruction, k: int, op: Operand, kind: str):
     if i.sdwa:
         raw = waves.read(op._replace(neg=False, absolute=False), "b32")
         bits = lanes.sdwa_select(raw, i.mods.get(f"src{k}_sel", "DWORD"), op.sext)
-        if kind in ("f16", "u16", "i16", "b16"):
+        if width_of(kind) == 16:
             bits = bits.astype(U16)
         if op.absolute or op.neg:
             sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
@@ -401,6 +404,8 @@ def evaluate(waves: Waves, i: Instruction) -> tuple[np.ndarray, str, np.ndarray 
         value, write = source(waves, i, k, o, kind)
         allowed = write if write is not None else allowed
         args.append(value)
+    if name == "v_cvt_f16_f32" and waves.fp16_ovfl:
+        args.append(True)
     value = np.asarray(op.compute(*args)).astype(_dtype(op.result), copy=False)
     if i.mods:
         value = _finish(value, op.result, i)
@@ -534,19 +539,25 @@ _SPECIAL = {
     "v_mbcnt_hi_u32_b32": count_lanes_below,
     "v_swap_b32": swap,
 }
+_NONE: frozenset[str] = frozenset()
+_MODS = lanes.DPP_MODS | frozenset(
+    "op_sel clamp mul div dst_sel dst_unused src0_sel src1_sel".split()
+)
 
 
 def handler(name: str):
-    """The function that runs a vector arithmetic instruction, or None if it is not known."""
+    """(function, modifiers it knows) of a vector arithmetic instruction, or None."""
     if name in _SPECIAL:
-        return _SPECIAL[name]
+        return _SPECIAL[name], _NONE
     if re.fullmatch(r"v_mad_(nc_|co_)?(u64_u32|i64_i32)", name):
-        return multiply_add_wide
+        return multiply_add_wide, _NONE
     if re.fullmatch(r"v_(add|sub|subrev|addc|subb|subbrev)_co(_ci)?_u32", name):
-        return with_carry
+        return with_carry, _NONE
     m = re.fullmatch(r"v_cmpx?_(\w+?)_([fui](16|32|64))", name)
     if m and (m.group(1) in _FLOAT_COMPARE or m.group(1) == "class"):
-        return compare
+        return compare, _NONE if m.group(1) == "class" else _MODS
     plain = plain_name(name)
-    known = plain in OPS or plain in ("v_cndmask_b32", "v_cndmask_b16")
-    return arithmetic if known or re.fullmatch(r"v_bitop[23]_b(16|32)", name) else None
+    if plain in OPS or plain in ("v_cndmask_b32", "v_cndmask_b16"):
+        return arithmetic, _MODS
+    known = re.fullmatch(r"v_bitop[23]_b(16|32)", name)
+    return (arithmetic, frozenset(["bitop3"])) if known else None
