@@ -44,7 +44,8 @@ def probe(
 
 
 _MEANS = {
-    "sum / N": lambda total, n, eps: total / n + eps,
+    # by a tensor: torch on a GPU divides by a Python number by multiplying with its reciprocal
+    "sum / N": lambda total, n, eps: total / total.new_tensor(float(n)) + eps,
     "sum * (1/N)": lambda total, n, eps: total * (1 / total.new_tensor(float(n))) + eps,
     "fma(sum, 1/N, eps)": lambda total, n, eps: (
         total.double() * (1 / total.new_tensor(float(n))).double() + float(total.new_tensor(eps))

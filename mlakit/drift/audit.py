@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 
-from mlakit.drift.audit_cases import CASES, FAIL, REFUSED, Failed, Subject
+from mlakit.drift.audit_cases import CASES
+from mlakit.drift.audit_subject import FAIL, REFUSED, Failed, Subject
 from mlakit.errors import MisuseError
 from mlakit.paths import registry
 from mlakit.paths.aiter_api import one_line
@@ -95,7 +96,7 @@ def audit(
     Raises:
         MisuseError: ``fn`` names nothing that can be loaded, or can't be called as asked.
     """
-    name = target or (fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__))
+    name = target or (fn if isinstance(fn, str) else str(getattr(fn, "__name__", type(fn))))
     loaded = load_target(fn) if isinstance(fn, str) else fn
     call, takes_out = adapt(loaded)
     subject = Subject(call, device, dtype, takes_out, max_m)

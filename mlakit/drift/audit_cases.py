@@ -1,156 +1,40 @@
 """The cases of an audit: each holds a fused QK norm to one promise, with the least input it takes.
 
 A case returns its verdict, or raises ``Failed``; what else the callable raises is a refusal where
-a case allows one, and a failure where it doesn't.
+a case allows one, and a failure where it doesn't. Here: what is read and what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from unittest.mock import patch
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from mlakit.drift import audit_launch as launch
+from mlakit.drift.audit_subject import (
+    CONVENTION,
+    NOT_APPLICABLE,
+    ODD_WIDTHS,
+    PASS,
+    REAL,
+    REFUSED,
+    SMALL,
+    Failed,
+    Subject,
+    Verdict,
+    bits,
+    describe,
+    require,
+    same,
+    wrong,
+)
 from mlakit.drift.fingerprint import fingerprint, first_of_pair, second_of_pair
-from mlakit.drift.ulp import compare, ulps
-from mlakit.inputs import TORCH_DTYPES, Inputs, make
+from mlakit.drift.ulp import compare
+from mlakit.inputs import TORCH_DTYPES, Inputs
 from mlakit.paths.aiter_api import one_line
 from mlakit.rounding import oracle
 from mlakit.shapes import Widths
-
-PASS, FAIL, CONVENTION, REFUSED, NOT_APPLICABLE = (
-    "pass",
-    "fail",
-    "convention difference",
-    "refused",
-    "not applicable",
-)
-Verdict = tuple[str, str]
-"""(one of the five, detail)"""
-
-LIMIT_ULPS = {"bf16": 8, "fp16": 8, "fp32": 1024}
-"""Ulps from float64 beyond which an element is wrong, not rounded otherwise: every named rounding
-but those that round a sum stays within 4."""
-
-ROWS = (1, 2, 255, 256, 257, 4095, 4096, 4097, 16383, 16384, 16385, 65535, 65536, 65537)
-"""Batches around the edges of known launch tables: AITER's 4096 and 16384, a grid's 65535."""
-
-ODD_WIDTHS = (1, 2, 511, 512, 513, 769, 1535, 1536, 8192, 8193, 16384)
-
-REAL, SMALL, TINY = Widths(1536, 512, 64), Widths(96, 32, 16), Widths(4, 2, 2)
-
-
-class Failed(Exception):
-    """A broken promise: what is wrong, and the smallest input found that shows it."""
-
-    def __init__(self, detail: str, smallest: str = "") -> None:
-        super().__init__(detail)
-        self.smallest = smallest
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The callable under audit: ``call(q, q_weight, q_eps, k, k_weight, k_eps)`` -> a pair."""
-
-    call: Callable
-    device: str = "cpu"
-    dtype: str = "bf16"
-    takes_out: bool = False
-    max_m: int | None = None
-    """largest batch to try, for what is too slow for more (an interpreter)"""
-
-    def inputs(self, m: int, widths: Widths = REAL, **more) -> Inputs:
-        """Seeded split views with non-unit weights on the subject's device."""
-        more = {"dtype": self.dtype, "device": self.device, "seed": m, "eps": (1e-6, 1e-5)} | more
-        return make(m, widths, **more)
-
-    def rows(self, limit: int | None = None) -> list[int]:
-        """Batches of ``ROWS`` within the subject's limit."""
-        limits = [v for v in (limit, self.max_m) if v is not None]
-        return [m for m in ROWS if not limits or m <= min(limits)]
-
-    def widths(self, m: int) -> Widths:
-        """Real widths; small ones on a CPU from 4095 rows on, to stay cheap."""
-        return REAL if self.device != "cpu" or m < 4095 else SMALL
-
-    def check(self, given: Inputs, got: tuple | None = None) -> tuple:
-        """The outputs for ``given``, if both are right.
-
-        Raises:
-            Failed: with the first wrong element and the smallest input that shows one.
-        """
-        got = self.call(*given.args) if got is None else got
-        problem = wrong(given, got, self.dtype)
-        if problem:
-            smaller = self._shrink(given)
-            raise Failed(problem if smaller is None else smaller[0], describe(given, smaller))
-        return got
-
-    def _shrink(self, given: Inputs) -> tuple[str, str] | None:
-        """The first smaller input of the same kind that is wrong too: (problem, description)."""
-        size = given.q.shape[0] * given.q.shape[1]
-        for widths in (TINY, SMALL, REAL):
-            for m in (1, 2, 3, 64, 256, 4096):
-                if m * widths.q_lora_rank >= size or m > (self.max_m or m):
-                    continue
-                tried = self.inputs(m, widths, eps=(given.q_eps, given.k_eps))
-                try:
-                    problem = wrong(tried, self.call(*tried.args), self.dtype)
-                except Exception:
-                    # a smaller input may be refused; then it is not the one to print
-                    continue
-                if problem:
-                    return problem, describe(tried)
-        return None
-
-
-def describe(given: Inputs, smaller: tuple[str, str] | None = None) -> str:
-    """One line that names an input well enough to make it again."""
-    if smaller:
-        return smaller[1]
-    return (
-        f"M={given.q.shape[0]}, q {given.q.shape[-1]} + k {given.k.shape[-1]}, strides "
-        f"{given.q.stride()} and {given.k.stride()}, eps {given.q_eps:g} and {given.k_eps:g}"
-    )
-
-
-def wrong(given: Inputs, got: object, dtype: str) -> str | None:
-    """None if both outputs are right within ``LIMIT_ULPS``, else the first thing that isn't."""
-    if not isinstance(got, tuple | list) or len(got) < 2:
-        return f"returned {type(got).__name__}, wanted a pair"
-    parts = (("q", got[0], given.q, given.q_weight, given.q_eps),) * bool(given.q.shape[-1])
-    parts += (("k", got[1], given.k, given.k_weight, given.k_eps),)
-    for name, y, x, weight, eps in parts:
-        if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-            return f"{name}: returned {getattr(y, 'shape', type(y))}, wanted {tuple(x.shape)}"
-        if y.dtype != TORCH_DTYPES[dtype]:
-            return f"{name}: returned {y.dtype}, wanted {TORCH_DTYPES[dtype]}"
-        want = oracle(x, weight, eps)
-        bad = ulps(y, want).abs() > LIMIT_ULPS[dtype]
-        if bool(bad.any()):
-            at = tuple(int(i) for i in bad.nonzero()[0])
-            return (
-                f"{name}: row {at[0]} column {at[-1]} is {float(y[at]):.6g}, "
-                f"float64 says {float(want[at]):.6g}; {int(bad.sum())} of {bad.numel()} are wrong"
-            )
-    return None
-
-
-def same(a: tuple, b: tuple) -> bool:
-    """Bit equality of two pairs."""
-    return all(_bits(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    kind = torch.int32 if x.element_size() == 4 else torch.int16
-    return x.shape == y.shape and torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
-
-
-def _require(condition: bool, detail: str, given: Inputs) -> None:
-    if not condition:
-        raise Failed(detail, describe(given))
 
 
 def _counting(subject: Subject) -> Inputs:
@@ -187,7 +71,7 @@ def split_views(subject: Subject) -> Verdict:
         given = subject.inputs(m)
         strided = subject.check(given)
         packed = replace(given, q=given.q.contiguous(), k=given.k.contiguous())
-        _require(
+        require(
             same(strided, subject.call(*packed.args)),
             "split views and contiguous copies give other bits",
             given,
@@ -200,7 +84,7 @@ def inner_stride(subject: Subject) -> Verdict:
     given = subject.inputs(3, SMALL)
     odd = replace(given, q=given.q.t().contiguous().t(), k=given.k.t().contiguous().t())
     problem = wrong(odd, subject.call(*odd.args), subject.dtype)
-    _require(problem is None, f"inner stride not honoured: {problem}", odd)
+    require(problem is None, f"inner stride not honoured: {problem}", odd)
     return PASS, "right"
 
 
@@ -209,7 +93,7 @@ def unequal_rows(subject: Subject) -> Verdict:
     given = subject.inputs(4, SMALL)
     odd = replace(given, k=given.k[:3])
     problem = wrong(odd, subject.call(*odd.args), subject.dtype)
-    _require(problem is None, f"taken without a word, and wrong: {problem}", odd)
+    require(problem is None, f"taken without a word, and wrong: {problem}", odd)
     return PASS, "each right by itself"
 
 
@@ -217,12 +101,12 @@ def no_rows(subject: Subject) -> Verdict:
     """M = 0 gives empty outputs, and leaves the next call working."""
     given = subject.inputs(0)
     problem = wrong_empty(subject.call(*given.args), given)
-    _require(problem is None, problem or "", given)
+    require(problem is None, problem or "", given)
     subject.check(subject.inputs(2))
     return PASS, "empty outputs of the right shape; M = 2 right after it"
 
 
-def wrong_empty(got: object, given: Inputs) -> str | None:
+def wrong_empty(got: tuple, given: Inputs) -> str | None:
     """As ``wrong`` for outputs without elements."""
     for y, x in zip(got, (given.q, given.k), strict=False):
         if y.shape != x.shape or y.dtype != x.dtype:
@@ -251,9 +135,9 @@ def odd_widths(subject: Subject) -> Verdict:
             refusals[width] = one_line(error)
             continue
         subject.check(given, got)
-        _require(_bits(given.buffer, before), "wrote into its input's buffer", given)
+        require(bits(given.buffer, before), "wrote into its input's buffer", given)
         for _ in range(3):
-            _require(same(got, subject.call(*given.args)), "repeats differ", given)
+            require(same(got, subject.call(*given.args)), "repeats differ", given)
         if subject.takes_out:
             _sentinels(subject, given)
     why = next(iter(refusals.values()), "")
@@ -273,7 +157,7 @@ def _sentinels(subject: Subject, given: Inputs) -> None:
     subject.check(given, subject.call(*given.args, out=tuple(outs)))
     mark = frames[0][0]
     intact = all(bool((f[:64] == mark).all() and (f[-64:] == mark).all()) for f in frames)
-    _require(intact, "wrote outside its output", given)
+    require(intact, "wrote outside its output", given)
 
 
 def rank_3(subject: Subject) -> Verdict:
@@ -297,9 +181,9 @@ def rank_3(subject: Subject) -> Verdict:
             # rank 3 may be refused, if it is said
             notes.append(f"{name} refused ({one_line(error)})")
             continue
-        _require(got[0].shape == q3.shape, f"{name}: shape {tuple(got[0].shape)}", given)
+        require(got[0].shape == q3.shape, f"{name}: shape {tuple(got[0].shape)}", given)
         flattened = tuple(y.reshape(x.shape) for y, x in zip(got, want, strict=True))
-        _require(same(flattened, want), f"{name}: not the bits of the flattened call", given)
+        require(same(flattened, want), f"{name}: not the bits of the flattened call", given)
         notes.append(f"{name} right")
     return (REFUSED if all("refused" in n for n in notes) else PASS), "; ".join(notes)
 
@@ -345,7 +229,7 @@ def zero_rows(subject: Subject) -> Verdict:
     """A row of zeros is exactly zero."""
     given = subject.inputs(4, family="zero_rows")
     got = subject.check(given)
-    _require(not bool(got[0][0].any() or got[1][0].any()), "a row of zeros is not zero", given)
+    require(not bool(got[0][0].any() or got[1][0].any()), "a row of zeros is not zero", given)
     return PASS, "exactly zero"
 
 
@@ -354,9 +238,9 @@ def nan_rows(subject: Subject) -> Verdict:
     given = subject.inputs(4)
     given.q[1, 7] = float("nan")
     q_out, k_out = subject.call(*given.args)
-    _require(bool(q_out[1].isnan().all()), "a NaN in the row is hidden", given)
+    require(bool(q_out[1].isnan().all()), "a NaN in the row is hidden", given)
     clean = torch.cat([q_out[:1].flatten(), q_out[2:].flatten(), k_out.flatten()])
-    _require(not bool(clean.isnan().any()), "a NaN spread to other rows or to k", given)
+    require(not bool(clean.isnan().any()), "a NaN spread to other rows or to k", given)
     return PASS, "its own row, all of it, and no other"
 
 
@@ -372,7 +256,7 @@ def overflow(subject: Subject) -> Verdict:
     q_out = subject.call(*huge.args)[0]
     if wrong(huge, (q_out, subject.call(*huge.args)[1]), subject.dtype) is None:
         return PASS, "right at 1e20, where float32 squares overflow"
-    _require(not bool(q_out.isnan().any()), "NaN where squares overflow float32", huge)
+    require(not bool(q_out.isnan().any()), "NaN where squares overflow float32", huge)
     return CONVENTION, "zeros from 1e19 on: the float32 sum of squares overflows"
 
 
@@ -381,12 +265,12 @@ def independence(subject: Subject) -> Verdict:
     given = subject.inputs(4)
     base = subject.call(*given.args)
     other_q = replace(given, q=given.q * 3, q_weight=given.q_weight * 2)
-    _require(_bits(subject.call(*other_q.args)[1], base[1]), "k's output depends on q", given)
+    require(bits(subject.call(*other_q.args)[1], base[1]), "k's output depends on q", given)
     other_k = replace(given, k=given.k * 3, k_weight=given.k_weight * 2)
-    _require(_bits(subject.call(*other_k.args)[0], base[0]), "q's output depends on k", given)
+    require(bits(subject.call(*other_k.args)[0], base[0]), "q's output depends on k", given)
     turned = replace(given, q=given.q.flip(0), k=given.k.flip(0))
     flipped = tuple(y.flip(0) for y in subject.call(*turned.args))
-    _require(same(flipped, base), "a row's output depends on the row's place", given)
+    require(same(flipped, base), "a row's output depends on the row's place", given)
     return PASS, "q, k and rows do not touch each other"
 
 
@@ -422,212 +306,6 @@ def bias(subject: Subject) -> Verdict:
     return PASS, figures
 
 
-# ---- memory
-
-
-def new_outputs(subject: Subject) -> Verdict:
-    """Outputs share no memory with the inputs, with each other, or with an earlier call."""
-    given = subject.inputs(4)
-    first = subject.call(*given.args)
-    kept = tuple(y.clone() for y in first)
-    second = subject.call(*subject.inputs(4, seed=99).args)
-    tensors = (given.buffer, given.q_weight, given.k_weight)
-    for y in first:
-        _require(all(not _share(y, x) for x in tensors), "an output is a view of an input", given)
-    _require(not _share(*first), "the two outputs share memory", given)
-    _require(same(first, kept), "a second call overwrote the first call's outputs", given)
-    _require(all(y.is_contiguous() for y in second), "an output is not contiguous", given)
-    return PASS, "new, contiguous, apart"
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel():
-        return False
-    a_end, b_end = (
-        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        for t in (a, b)
-    )
-    return a.storage_offset() <= b_end and b.storage_offset() <= a_end
-
-
-@contextmanager
-def _poisoned() -> Iterable[None]:
-    """torch fills what it allocates with NaN inside."""
-    was, warn = (
-        torch.are_deterministic_algorithms_enabled(),
-        (torch.is_deterministic_algorithms_warn_only_enabled()),
-    )
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-def uninitialised(subject: Subject) -> Verdict:
-    """Fresh memory full of NaN, then freed memory full of 1e30, changes no bit."""
-    for m in (1, 2, 65):
-        given = subject.inputs(m)
-        base = subject.check(given)
-        with _poisoned():
-            poisoned = subject.call(*given.args)
-        _require(same(poisoned, base), "some outputs are never written (NaN showed)", given)
-        waste = [torch.full_like(y, 1e30 if subject.dtype != "fp16" else 6e4) for y in base * 4]
-        del waste
-        _require(same(subject.call(*given.args), base), "some outputs are never written", given)
-    return PASS, "NaN and 1e30 in fresh memory change nothing"
-
-
-def given_outputs(subject: Subject) -> Verdict:
-    """``out=`` is filled whatever it held, and refused where it overlaps an input."""
-    if not subject.takes_out:
-        return NOT_APPLICABLE, "takes no out"
-    given = subject.inputs(5)
-    base = subject.call(*given.args)
-    for poison in (float("nan"), 3e4):
-        out = tuple(torch.full_like(y, poison) for y in base)
-        got = subject.call(*given.args, out=out)
-        _require(same(out, base) and same(got, base), f"out full of {poison:g} shows", given)
-    before = given.buffer.clone()
-    try:
-        got = subject.call(*given.args, out=(given.q, base[1]))
-    except Exception as error:
-        _require(_bits(given.buffer, before), "refused out=q after writing to it", given)
-        return PASS, f"filled; out=q refused ({one_line(error)})"
-    right = wrong(replace(given, q=before[:, : given.q.shape[1]]), got, subject.dtype) is None
-    _require(right, "out=q is taken and the result is wrong", given)
-    return PASS, "filled; out=q is right too"
-
-
-def inputs_left_alone(subject: Subject) -> Verdict:
-    """No bit of the buffer (rope part included) or of the weights changes."""
-    for m in (1, 3, 64):
-        given = subject.inputs(m)
-        kept = [t.clone() for t in (given.buffer, given.q_weight, given.k_weight)]
-        subject.call(*given.args)
-        now = (given.buffer, given.q_weight, given.k_weight)
-        intact = all(_bits(a, b) for a, b in zip(now, kept, strict=True))
-        _require(intact, "an input was written to", given)
-    return PASS, "buffer, rope part and weights unchanged"
-
-
-# ---- what the rest of the launch changes
-
-
-def batch_invariance(subject: Subject) -> Verdict:
-    """A row's bits don't depend on how many rows share the launch; else the M where they change."""
-    limit = 16385 if subject.device != "cpu" else 4097
-    batches_ = [m for m in subject.rows(limit) if m > 1]
-    widths = subject.widths(batches_[-1])
-    given = subject.inputs(batches_[-1], widths)
-    last = subject.call(*given.args)
-    changes = []
-    for m in (1, *batches_[:-1]):
-        part = replace(given, q=given.q[:m], k=given.k[:m])
-        got = subject.call(*part.args)
-        differ = [int((a != b[:m]).any(-1).sum()) for a, b in zip(got, last, strict=True)]
-        if any(differ):
-            changes.append(f"M={m} ({sum(differ)} rows)")
-    if changes:
-        detail = f"changes against M={batches_[-1]} at {', '.join(changes)}"
-        return CONVENTION, f"{detail}; widths {widths}"
-    return PASS, f"bitwise, M = 1 to {batches_[-1]}, every row; widths {widths}"
-
-
-def determinism(subject: Subject) -> Verdict:
-    """Twenty calls, one answer."""
-    for m in (2, 257):
-        given = subject.inputs(m)
-        base = subject.call(*given.args)
-        for run in range(20):
-            again = subject.call(*given.args)
-            _require(same(again, base), f"call {run + 2} differs from call 1", given)
-    return PASS, "20 repeats, equal bits"
-
-
-def graph_capture(subject: Subject) -> Verdict:
-    """Captured once, replayed on new data: what eager gives."""
-    if subject.device == "cpu":
-        return NOT_APPLICABLE, "no graphs on a CPU"
-    given, fresh = subject.inputs(64), subject.inputs(64, seed=5)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        subject.call(*given.args)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = subject.call(*given.args)
-    given.buffer.copy_(fresh.buffer)
-    graph.replay()
-    torch.cuda.synchronize()
-    _require(same(got, subject.call(*given.args)), "replay on new data is not eager's", given)
-    return PASS, "replay on new data equals eager"
-
-
-def other_streams(subject: Subject) -> Verdict:
-    """Launched on the caller's stream: ordered behind work that is still running there."""
-    if subject.device == "cpu":
-        return NOT_APPLICABLE, "no streams on a CPU"
-    given, fresh = subject.inputs(64), subject.inputs(64, seed=6)
-    subject.call(*given.args)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # 1e8 cycles, some 50 ms: a launch on another stream would read the old data meanwhile
-        torch.cuda._sleep(100_000_000)
-        given.buffer.copy_(fresh.buffer)
-        got = subject.call(*given.args)
-    stream.synchronize()
-    torch.cuda.synchronize()
-    _require(same(got, subject.call(*given.args)), "not ordered with the caller's stream", given)
-    return PASS, "ordered with the caller's stream"
-
-
-def fake_tensors(subject: Subject) -> Verdict:
-    """Shapes, dtypes and strides without data, as torch.compile asks for them."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    def no_address(tensor):
-        raise RuntimeError("asks a tensor without data for its address")
-
-    given = subject.inputs(3)
-    want = subject.call(*given.args)
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        # views go in as views: each tensor keeps its stride
-        fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in given.args]
-        # torch hands out address 0 with a warning, and a kernel would then write there
-        with patch.object(FakeTensor, "data_ptr", no_address):
-            got = subject.call(*fake)
-    for f, real in zip(got, want, strict=True):
-        agree = f.shape == real.shape and f.dtype == real.dtype and f.stride() == real.stride()
-        _require(agree, f"fake {tuple(f.shape)} {f.stride()}, real {real.stride()}", given)
-    return PASS, "shape, dtype and strides as the real call's"
-
-
-def far_rows(subject: Subject) -> Verdict:
-    """Row offsets beyond 2**31 - 1 elements: 1,016,801 rows of 2112."""
-    m = (2**31 - 1) // REAL.row_stride + 2
-    need = 2 * m * (REAL.row_stride + REAL.hidden) * TORCH_DTYPES[subject.dtype].itemsize
-    if subject.device == "cpu":
-        return NOT_APPLICABLE, f"not tried on a CPU: needs {need / 2**30:.1f} GiB"
-    free = torch.cuda.mem_get_info()[0]
-    if free < need or (subject.max_m or m) < m:
-        return NOT_APPLICABLE, f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
-    small = subject.inputs(64)
-    buffer = small.buffer.repeat(-(-m // 64), 1)[:m]
-    q, k, _ = buffer.split([REAL.q_lora_rank, REAL.kv_lora_rank, REAL.qk_rope_head_dim], -1)
-    given = replace(small, buffer=buffer, q=q, k=k)
-    got = tuple(y[-8:].clone() for y in subject.call(*given.args))
-    tail = replace(given, q=q[-8:].clone(), k=k[-8:].clone())
-    problem = wrong(tail, got, subject.dtype)
-    _require(problem is None, f"last 8 rows: {problem}", given)
-    return PASS, f"last rows right at M = {m}"
-
-
 CASES: tuple[tuple[str, Callable[[Subject], Verdict], bool], ...] = (
     ("known answer", known_answer, True),
     ("split views", split_views, False),
@@ -647,15 +325,15 @@ CASES: tuple[tuple[str, Callable[[Subject], Verdict], bool], ...] = (
     ("rounding of q", rounding_of_q, False),
     ("rounding of k", rounding_of_k, False),
     ("signed bias", bias, False),
-    ("new outputs", new_outputs, False),
-    ("uninitialised memory", uninitialised, False),
-    ("given outputs", given_outputs, False),
-    ("inputs left alone", inputs_left_alone, False),
-    ("batch invariance", batch_invariance, False),
-    ("determinism", determinism, False),
-    ("graph capture", graph_capture, True),
-    ("other streams", other_streams, False),
-    ("fake tensors", fake_tensors, True),
-    ("far rows", far_rows, False),
+    ("new outputs", launch.new_outputs, False),
+    ("uninitialised memory", launch.uninitialised, False),
+    ("given outputs", launch.given_outputs, False),
+    ("inputs left alone", launch.inputs_left_alone, False),
+    ("batch invariance", launch.batch_invariance, False),
+    ("determinism", launch.determinism, False),
+    ("graph capture", launch.graph_capture, True),
+    ("other streams", launch.other_streams, False),
+    ("far rows", launch.far_rows, False),
+    ("fake tensors", launch.fake_tensors, True),
 )
 """Name, case, and whether raising is a fair refusal."""

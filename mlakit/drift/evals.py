@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mlakit.errors import MisuseError
 
@@ -55,7 +56,7 @@ def verdict_of(z: float) -> str:
     return REAL if size >= Z_REAL else INCONCLUSIVE if size >= Z_INCONCLUSIVE else NO_EVIDENCE
 
 
-def detectable(accuracy: float, n: int, power: float = 0.8) -> float:
+def detectable(accuracy: float, n: float, power: float = 0.8) -> float:
     """The smallest difference near ``accuracy`` that two runs of n questions call real.
 
     ``(1.96 + z_power) * sqrt(2 p (1 - p) / n)``: 0.028 near 0.93 for n = 1319.
@@ -86,21 +87,17 @@ def significance(
     if a is None or b is None:
         given = b if a is None else a
         return Judgement(NO_BASELINE, f"one score ({given}) and nothing to hold it against")
-    if all(isinstance(v, float) and v > 1 for v in (a, b)) and n is None:
+    if isinstance(a, float) and isinstance(b, float) and min(a, b) > 1 and n is None:
         return throughput(a, b)
-    if _is_file(a) and _is_file(b):
+    if isinstance(a, str | Path) and isinstance(b, str | Path):
         return _paired(read_results(a), read_results(b))
     p_a, n_a = _score(a, n)
     p_b, n_b = _score(b, n_b or n)
     return _two_proportions(p_a, n_a, p_b, n_b)
 
 
-def _is_file(value: object) -> bool:
-    return isinstance(value, str | Path)
-
-
 def _score(value: float | int | str | Path, n: int | None) -> tuple[float, int]:
-    if _is_file(value):
+    if isinstance(value, str | Path):
         results = read_results(value)
         return sum(results.values()) / len(results), len(results)
     if n is None or n < 1:
@@ -265,7 +262,7 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
     logs_a, logs_b = ([math.log(v) for v in values] for values in (a_all, b_all))
     mean_a, mean_b = sum(logs_a) / len(logs_a), sum(logs_b) / len(logs_b)
     change = math.expm1(mean_b - mean_a)
-    known = {
+    known: dict[str, Any] = {
         "a": math.exp(mean_a),
         "b": math.exp(mean_b),
         "n_a": len(a_all),
@@ -281,7 +278,7 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
     return _welch(logs_a, logs_b, known)
 
 
-def _welch(logs_a: list[float], logs_b: list[float], known: dict) -> Judgement:
+def _welch(logs_a: list[float], logs_b: list[float], known: dict[str, Any]) -> Judgement:
     from scipy.stats import norm, ttest_ind
 
     result = ttest_ind(logs_b, logs_a, equal_var=False)

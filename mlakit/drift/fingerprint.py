@@ -100,7 +100,7 @@ def fingerprint(fn: Callable, *, device: str = "cpu", dtype: str = "bf16") -> Fi
         text = f"none of these: it returned {what} for {tuple(x.shape)} {x.dtype}"
         return Fingerprint(frozenset(), text, dtype=dtype)
     rough = {r: _share_of_rows(got, r(x, weight, EPS)) for r in _candidates(dtype)}
-    best = max(rough, key=rough.get)
+    best = max(rough, key=lambda r: rough[r])
     evidence = [f"order, 48 rows: best of {len(rough)} is {best.name}, {rough[best]:.0%} of rows"]
     if rough[best] < ROWS_WANTED:
         return _not_exact(fn, x, weight, got, best, rough[best], evidence, dtype)
@@ -135,7 +135,7 @@ def _refine(fn: Norm, near: list[Recipe], dtype: str, device: str) -> tuple[list
     others = {r: v for r, v in shares.items() if v < top}
     line = f"order, 1024 rows: {fits[0].name} fits {top:.1%}"
     if others:
-        second = max(others, key=others.get)
+        second = max(others, key=lambda r: others[r])
         line += f", next {second.name} {others[second]:.1%}"
     return fits, line
 
@@ -153,11 +153,11 @@ def _text(names: set[str], details: dict[str, str], dtype: str) -> str:
 @cache
 def _candidates(dtype: str) -> tuple[Recipe, ...]:
     products = ("round_once", "cast_then_weight", "truncate", "truncate_twice", "bf16_scale")
-    rstds = ("float32", "bf16_rstd")
+    rstds: tuple[str, ...] = ("float32", "bf16_rstd")
     plain = [("float32", e) for e in (*EPS_RULES, *(f"eps_fixed_{v:.3g}" for v in FIXED_EPS))]
     statistics = plain + [(s, "inside") for s in STATISTICS[1:]]
     if dtype == "fp32":
-        statistics, rstds = plain, ("float32",)
+        statistics, rstds = plain, rstds[:1]
     return tuple(
         _FixedEps(s, e, r, p, o) if e.startswith("eps_fixed") else Recipe(s, e, r, p, o)
         for (s, e), r, p, o in itertools.product(statistics, rstds, products, (0, 1))
@@ -243,8 +243,8 @@ def _free_scale(
         fits = (recipe.apply(row.expand(len(scales), -1), scales, weight) == want).all(-1)
         none = not bool(fits.any())
         found.append([float("nan")] * 2 if none else [v.item() for v in scales[fits].aminmax()])
-    found = torch.tensor(found, dtype=torch.float64, device=x.device)
-    return found if float(found.isnan().any(-1).double().mean()) <= 0.1 else None
+    scales = torch.tensor(found, dtype=torch.float64, device=x.device)
+    return scales if float(scales.isnan().any(-1).double().mean()) <= 0.1 else None
 
 
 # ---- a weight in float32 beside 16-bit inputs
@@ -281,7 +281,7 @@ def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[st
         "in its own dtype, one rounding": once,
     }
     shares = {k: _share_of_rows(got, v) for k, v in tried.items()}
-    what = max(shares, key=shares.get)
+    what = max(shares, key=lambda k: shares[k])
     line = ", ".join(f"{k}: {v:.0%} of rows" for k, v in shares.items())
     if shares[what] < ROWS_WANTED:
         return "unlike any candidate", "", f"weight: {line}"

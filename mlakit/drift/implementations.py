@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -67,7 +68,7 @@ def _hugging_face_order(x, w, eps):
 
 
 def _inductor(emulate: bool) -> Norm:
-    options = {"emulate_precision_casts": emulate}
+    options: Any = {"emulate_precision_casts": emulate}
     compiled = torch.compile(_hugging_face_order, options=options, dynamic=True, fullgraph=True)
 
     def norm(x, weight, eps):

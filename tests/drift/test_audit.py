@@ -128,6 +128,16 @@ def test_refusals_are_refusals():
         assert "two dimensions" in lines[name].detail
 
 
+def test_a_tensor_without_data_is_never_dereferenced():
+    def raw(q, q_weight, q_eps, k, k_weight, k_eps):
+        assert q.data_ptr(), "address 0"
+        return round_once(q, q_weight, q_eps, k, k_weight, k_eps)
+
+    line = by_name(audit(raw, max_m=1))["fake tensors"]
+    assert line.verdict == "refused"
+    assert "address 0" not in line.detail
+
+
 def test_cpu_paths_have_no_failures():
     card = audit("cpu_fused", max_m=257)
     assert card.ok, card.text
