@@ -1,7 +1,7 @@
 """From microseconds a layer to tokens a second, and back, with intervals.
 
-A decode step gives one token to each of ``batch`` sequences, so ``tokens/s = batch * 1e6 / step_us``
-and what a layer saves counts once a layer and step, however many sequences share it.
+A decode step gives one token to each of ``batch`` sequences: ``tokens/s = batch * 1e6 / step_us``.
+What a layer saves counts once a layer and step, however many sequences share it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,258 @@
+"""transformers: swap the norm step of any MLA model that it ships, restore it, evaluate through it.
+
+What is fused: in transformers q's projection, q's norm, kv's projection and kv's norm run one after
+the other. Where an attention has all four under their usual names, kv's projection is brought
+forward to q's norm (the same product on the same input, so the same bits) and one call of the path
+does both norms. Elsewhere (no q latent) kv's norm is one call with an empty q.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mlakit.errors import MisuseError, unknown
+from mlakit.paths import registry
+from mlakit.rounding import ROUNDINGS
+
+_PROJECTIONS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa")
+_KEY = "_mlakit"
+
+
+def families() -> list[str]:
+    """The model packages of the installed transformers whose attention has a ``kv_a_layernorm``.
+
+    Read off its sources; nothing of them is imported.
+
+    Raises:
+        MisuseError: transformers is not installed.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None:
+        raise MisuseError("transformers is not here: pip install 'mlakit[models]'")
+    folder = Path(spec.submodule_search_locations[0]) / "models"
+    files = sorted(folder.glob("*/modeling_*.py"))
+    return sorted({f.parent.name for f in files if "self.kv_a_layernorm" in f.read_text("utf-8")})
+
+
+def cast_then_weight(q, q_weight, q_eps, k, k_weight, k_eps):
+    """Both norms in transformers' own order of operations, bit for bit; traceable."""
+    return _hf_norm(q, q_weight, q_eps), _hf_norm(k, k_weight, k_eps)
+
+
+def _hf_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if not x.shape[-1]:
+        return x
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _by_rounding(name: str) -> Callable:
+    if name == "cast_then_weight":
+        return cast_then_weight
+    if name not in ROUNDINGS:
+        raise unknown("rounding", name, ROUNDINGS)
+    formula = ROUNDINGS[name].formula
+
+    def call(q, q_weight, q_eps, k, k_weight, k_eps):
+        q_out = formula(q, q_weight, q_eps) if q.shape[-1] else q
+        return q_out, formula(k, k_weight, k_eps)
+
+    return call
+
+
+def step_of(path: str | Callable | None, rounding: str | None = None) -> Callable:
+    """The step that ``path`` or ``rounding`` names; with neither, the call that mlakit chooses.
+
+    Raises:
+        MisuseError: both given, an unknown name, or a path that delivers a quantised q.
+    """
+    if path is not None and rounding is not None:
+        raise MisuseError(f"path {path!r} and rounding {rounding!r}: give one, a path has its own")
+    if rounding is not None:
+        return _by_rounding(rounding)
+    if callable(path):
+        return path
+    from mlakit.dispatch.call import qk_rmsnorm
+
+    if path is None:
+        return qk_rmsnorm
+    if registry.get(path).output != "none":
+        raise MisuseError(f"{path} delivers a quantised q: transformers' q_b_proj can't read it")
+    return partial(qk_rmsnorm, path=path)
+
+
+@dataclass
+class Patched:
+    """What ``patch`` did; ``restore`` (or leaving a ``with``) undoes it exactly."""
+
+    path: str
+    fused: int
+    """attentions whose two norms are one call"""
+    separate: int
+    """attentions with a kv norm alone"""
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def restore(self) -> None:
+        """Put every forward back as it was; twice does no harm."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Patched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def patch(
+    model: nn.Module, path: str | Callable | None = None, *, rounding: str | None = None
+) -> Patched:
+    """Run the norm step of every MLA attention in ``model`` through another path.
+
+    Weights, state dict, hooks and module classes stay as they are; a compiled model must be
+    compiled anew. Works under ``torch.compile`` with paths that can be traced. Merge adapters
+    (LoRA) into the projections first.
+
+    Args:
+        model: of one of ``families()``, on any device.
+        path: a path's name, a callable with a path's signature, or None: mlakit's choice here.
+        rounding: instead of a path, a name of ``mlakit.rounding.ROUNDINGS``, as a formula (slow);
+            ``cast_then_weight`` is transformers' own arithmetic, bit for bit.
+
+    Raises:
+        MisuseError: no MLA attention in it, patched already, or a name that is not known.
+    """
+    step = step_of(path, rounding)
+    found = [m for m in model.modules() if getattr(m, "kv_a_layernorm", None) is not None]
+    if not found:
+        raise MisuseError(
+            f"{type(model).__name__} has no MLA attention (no kv_a_layernorm): nothing to patch"
+        )
+    if any(_KEY in m.__dict__ for m in found):
+        raise MisuseError("this model is patched already: call restore() on its handle first")
+    name = rounding or (path if isinstance(path, str) else getattr(path, "__name__", "mlakit"))
+    done = Patched(str(name), 0, 0)
+    for attention in found:
+        if all(getattr(attention, p, None) is not None for p in _PROJECTIONS):
+            _fuse(attention, step, done._undo)
+            done.fused += 1
+        else:
+            _kv_alone(attention, step, done._undo)
+            done.separate += 1
+    return done
+
+
+def _eps(norm: nn.Module) -> float:
+    for name in ("variance_epsilon", "eps"):
+        if hasattr(norm, name):
+            return float(getattr(norm, name))
+    raise MisuseError(f"{type(norm).__name__} has no eps that is known: patch can't take it over")
+
+
+def _swap(module: nn.Module, forward: Callable, undo: list) -> None:
+    old = module.__dict__.get("forward")
+    module.forward = forward
+    undo.append(partial(_put_back, module, old))
+
+
+def _put_back(module: nn.Module, old: Callable | None) -> None:
+    if old is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = old
+
+
+def _kv_alone(attention: nn.Module, step: Callable, undo: list) -> None:
+    norm = attention.kv_a_layernorm
+    eps = _eps(norm)
+
+    def kv_norm(x):
+        nothing = x.new_empty(*x.shape[:-1], 0)
+        return step(nothing, norm.weight[:0], eps, x, norm.weight, eps)[1]
+
+    _swap(norm, kv_norm, undo)
+    _mark(attention, undo)
+
+
+def _fuse(attention: nn.Module, step: Callable, undo: list) -> None:
+    q_norm, k_norm = attention.q_a_layernorm, attention.kv_a_layernorm
+    q_eps, k_eps = _eps(q_norm), _eps(k_norm)
+    project, width = attention.kv_a_proj_with_mqa.forward, k_norm.weight.shape[0]
+    held: dict[str, torch.Tensor] = {}
+
+    def remember(module, args, kwargs):
+        held["hidden"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    def q_forward(x):
+        rows = held.pop("hidden")
+        row = project(rows)
+        held["row"] = row
+        q, held["k"] = step(x, q_norm.weight, q_eps, row[..., :width], k_norm.weight, k_eps)
+        return q
+
+    def kv_project(hidden):
+        return held.pop("row")
+
+    def k_forward(x):
+        return held.pop("k")
+
+    hook = attention.register_forward_pre_hook(remember, with_kwargs=True)
+    undo.append(hook.remove)
+    _swap(q_norm, q_forward, undo)
+    _swap(attention.kv_a_proj_with_mqa, kv_project, undo)
+    _swap(k_norm, k_forward, undo)
+    _mark(attention, undo)
+
+
+def _mark(attention: nn.Module, undo: list) -> None:
+    attention.__dict__[_KEY] = True
+    undo.append(partial(attention.__dict__.pop, _KEY))
+
+
+@torch.no_grad()
+def answers(model: nn.Module, questions: Sequence[dict], tokenizer) -> dict[str, bool]:
+    """Question id to whether the greedy continuation starts with the right answer.
+
+    Args:
+        model: a causal language model.
+        questions: dicts with ``id``, ``prompt`` and ``answer`` (texts).
+        tokenizer: transformers' of that model.
+    """
+    results = {}
+    for question in questions:
+        given = tokenizer(question["prompt"], return_tensors="pt").to(model.device)
+        wanted = str(question["answer"]).strip()
+        most = len(tokenizer(wanted)["input_ids"]) + 4
+        out = model.generate(**given, max_new_tokens=most, do_sample=False)
+        text = tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        results[str(question["id"])] = text.strip().startswith(wanted)
+    return results
+
+
+def read_questions(file: str | Path) -> list[dict]:
+    """Questions from JSONL with ``id``, ``prompt`` and ``answer`` in each line.
+
+    Raises:
+        MisuseError: no such file, no questions, or a line that lacks one of the three.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise MisuseError(f"no file {file}: give a JSONL of id, prompt and answer")
+    lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+    rows = [json.loads(line) for line in lines]
+    for number, row in enumerate(rows, 1):
+        lacks = {"id", "prompt", "answer"} - set(row)
+        if lacks:
+            raise MisuseError(f"{file} line {number} lacks {', '.join(sorted(lacks))}")
+    if not rows:
+        raise MisuseError(f"{file} holds no questions")
+    return rows
