@@ -165,6 +165,30 @@ def _arguments(compiled: Compiled, args) -> list:
     return list(args)
 
 
+def find_handler(i: Instruction, mem: memory.Memory, lds: memory.Lds):
+    """The function (waves, instruction) that runs one; None for control flow and the unknown.
+
+    A modifier that the function does not know makes the instruction unknown.
+    """
+    name = i.name
+    if scalar.IGNORED.fullmatch(name):
+        return lambda waves, i: None
+    if found := memory.lds_handler(name):
+        run_it, known = partial(found[0], lds=lds, memory=mem), found[1]
+    elif found := memory.handler(name):
+        run_it, known = partial(found[0], memory=mem), found[1]
+    elif run_it := scalar.handler(name):
+        known = frozenset()
+    else:
+        found = lanes.HANDLERS.get(name) or vector.handler(name) or packed.handler(name)
+        run_it, known = found or (None, frozenset())
+    if run_it and not known.issuperset(i.mods):
+        return None
+    if i.dual is not None and not (run_it is find_handler(i.dual, mem, lds) is vector.arithmetic):
+        return None
+    return run_it
+
+
 class _Machine:
     """One launch: memory, waves, and the loop that steps them."""
 
@@ -186,6 +210,8 @@ class _Machine:
             raise EmulationError(
                 f"float mode {d.float_mode:#x}: only round-to-nearest, no flushing"
             )
+        if d.scratch_bytes and compiled.arch == "gfx90a":
+            raise EmulationError("the kernel spills, and gfx90a's swizzled scratch is not emulated")
         if d.other_user_sgprs:
             raise EmulationError("the kernel asks for dispatch or queue pointers")
         self.lanes = 32 if d.wave32 else 64
@@ -199,7 +225,9 @@ class _Machine:
         groups = np.arange(int(np.prod(self.grid)))
         self.group = np.repeat(groups, self.per_group)
         self.rank = np.tile(np.arange(self.per_group), len(groups))
-        self._bind()
+        # What is unknown stops the run only if it is reached.
+        for i in self.program.instructions:
+            i.handler = find_handler(i, self.memory, self.lds)
 
     def _vgpr_count(self, text: str) -> int:
         return int(re.search(r"\.amdhsa_next_free_vgpr\s+(\d+)", text).group(1)) + 1
@@ -230,34 +258,6 @@ class _Machine:
             value = hidden.get(what, 0).to_bytes(int(size), "little")
             segment[int(at) : int(at) + int(size)] = value
         return np.frombuffer(bytes(segment), np.uint8).copy()
-
-    def _bind(self) -> None:
-        """Find each instruction's function once; what is unknown stops only if it is reached."""
-        for i in self.program.instructions:
-            i.handler = self._handler(i)
-
-    def _handler(self, i: Instruction):
-        """The function that runs an instruction; None for control flow and the unknown.
-
-        A modifier that the function does not know makes the instruction unknown.
-        """
-        name = i.name
-        if scalar.IGNORED.fullmatch(name):
-            return lambda waves, i: None
-        if found := memory.lds_handler(name):
-            run_it, known = partial(found[0], lds=self.lds, memory=self.memory), found[1]
-        elif found := memory.handler(name):
-            run_it, known = partial(found[0], memory=self.memory), found[1]
-        elif run_it := scalar.handler(name):
-            known = frozenset()
-        else:
-            found = lanes.HANDLERS.get(name) or vector.handler(name) or packed.handler(name)
-            run_it, known = found or (None, frozenset())
-        if run_it and not known.issuperset(i.mods):
-            return None
-        if i.dual is not None and not (run_it is self._handler(i.dual) is vector.arithmetic):
-            return None
-        return run_it
 
     def _initial(self) -> Waves:
         """All waves at the entry, registers as the ABI sets them."""

@@ -130,7 +130,10 @@ def writelane(waves: Waves, i: Instruction) -> None:
     """v_writelane_b32: one lane, active or not."""
     lane = waves.read_scalar(i.operands[2]) % waves.lanes
     index = i.operands[0].index
-    waves.v[index, np.arange(len(lane)), lane] = waves.read_scalar(i.operands[1])
+    value = i.operands[1]
+    # A spilled register may never have been written: copying it is no read.
+    bits = waves.s[value.index] if value.kind == "s" else waves.read_scalar(value)
+    waves.v[index, np.arange(len(lane)), lane] = bits
     waves.v_set[index] = True
 
 
