@@ -10,7 +10,8 @@ from mlakit.errors import MisuseError, unknown
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTS = ("none", "fp8_group128", "fp8_token", "mxfp4")
 WEIGHT_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8_ocp", "fp8_fnuz", "mxfp4")
-LAYOUTS = ("split", "contiguous", "inner_strided", "rank3")
+LAYOUTS = ("split", "split_out", "contiguous", "inner_strided", "rank3")
+"""``split_out``: split views as in ``split``, and outputs that the caller gives."""
 AITER_APIS = ("none", "pair", "unified")
 
 PACKAGES = ("triton", "numba", "cxx", "aiter", "liger_kernel", "quack", "flashinfer")

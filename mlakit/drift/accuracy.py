@@ -91,7 +91,7 @@ def _inputs(cell: Cell, family: str, device: str) -> tuple[Inputs, torch.Tensor]
         cell.dtype,
         weight_dtype=cell.norm_weight_dtype or None,
         family=family,
-        layout=cell.layout,
+        layout="split" if cell.layout == "split_out" else cell.layout,
         eps=cell.eps,
         seed=cell.seed,
         device=device,

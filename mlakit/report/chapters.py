@@ -238,11 +238,11 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
 def speed_table(frame: pd.DataFrame) -> list[dict]:
     """A row a batch, a column a path: ``p50_us`` and, in brackets, the headline ratio."""
     rows = frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
-    shape = ["arch", "q_lora_rank", "kv_lora_rank", "dtype", "quant", "clock", "cache", "m"]
+    shape = "arch q_lora_rank kv_lora_rank dtype quant layout clock cache m".split()
     table = []
     for key, part in rows.groupby(shape, sort=False):
         line = {"arch": key[0], "q+kv": f"{key[1]}+{key[2]}", "dtype": key[3]}
-        line |= {"clock": f"{key[5]}, {key[6]}", "M": key[7]}
+        line |= {"layout": key[5], "clock": f"{key[6]}, {key[7]}", "M": key[8]}
         for r in part.itertuples():
             ratio = "" if pd.isna(r.ratio) or r.path_ran in CONTROLS else f" ({r.ratio:.2f}x)"
             line[r.path_ran] = f"{r.p50_us:.4g}{ratio}"

@@ -49,13 +49,19 @@ def slot_bytes(cell: Cell) -> int:
     """Memory of one slot, the rope part and the outputs included."""
     size = inputs.TORCH_DTYPES[cell.dtype].itemsize
     w, m = cell.widths, cell.m
-    row = w.row_stride if cell.layout == "split" else w.hidden
+    row = w.row_stride if is_split(cell) else w.hidden
     return m * (row + w.hidden) * size + w.hidden * _weight_dtype(cell).itemsize
 
 
+def is_split(cell: Cell) -> bool:
+    """Whether q and k are views of one buffer."""
+    return cell.layout in ("split", "split_out")
+
+
 def rotates_outputs(cell: Cell) -> bool:
-    """Whether outputs rotate too; ``cpu`` and ``eager`` take fresh ones from the allocator."""
-    return cell.clock in ("graph", "kernel")
+    """Whether outputs are given, and rotate too; ``cpu`` and ``eager`` take fresh ones from the
+    allocator unless the layout says that the caller gives them."""
+    return cell.clock in ("graph", "kernel") or cell.layout == "split_out"
 
 
 def slots_for(cell: Cell, cache_bytes: int) -> int:
@@ -75,7 +81,7 @@ class Ring:
         self.cell, self.device = cell, device
         self._cursor = 0
         w, m, dtype = cell.widths, cell.m, inputs.TORCH_DTYPES[cell.dtype]
-        split = cell.layout == "split"
+        split = is_split(cell)
         sizes = [m * w.row_stride] if split else [m * w.q_lora_rank, m * w.kv_lora_rank]
         self._data = [_slab(count, n, dtype, device) for n in sizes]
         self._weights = [
@@ -94,7 +100,7 @@ class Ring:
             cell.widths,
             cell.dtype,
             weight_dtype=cell.norm_weight_dtype or None,
-            layout=cell.layout,
+            layout="split" if is_split(cell) else cell.layout,
             eps=cell.eps,
             seed=seed,
             device=self.device,

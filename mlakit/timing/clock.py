@@ -74,11 +74,11 @@ class LoopLane:
     def take(self) -> float:
         """Microseconds a call."""
         call, slots = self.call, self.ring.take(self.inner)
-        batch = [s.args for s in slots]
+        batch = [(s.args, {} if s.out is None else {"out": s.out}) for s in slots]
         out = None
         start = time.perf_counter_ns()
-        for args in batch:
-            out = call(*args)
+        for args, given in batch:
+            out = call(*args, **given)
         issued = time.perf_counter_ns()
         self.wait()
         end = time.perf_counter_ns()
