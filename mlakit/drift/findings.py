@@ -51,7 +51,7 @@ def field_findings(m: int = 256, n: int = 1536, seed: int = 0) -> pd.DataFrame:
 
 
 def _row(finding, whose, pair, want, source, text="") -> dict:
-    """pair: a and b, each (name, tensor); ``want``: float64. Quantised values come as float32: no ulps."""
+    """pair: a and b, each (name, tensor); ``want``: float64. float32 is quantised: no ulps."""
     (a_name, a_out), (b_name, b_out) = pair
     a_drift, b_drift = compare(a_out, want), compare(b_out, want)
     between = ulps(b_out, a_out.double()).abs()
