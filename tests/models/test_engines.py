@@ -1,0 +1,172 @@
+"""The drop-ins: AITER's signatures, engines' own call sites, and the right bytes."""
+
+import ast
+import inspect
+import subprocess
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mlakit import inputs, rounding, shapes
+from mlakit.dispatch import call
+from mlakit.errors import MisuseError, RefusedError
+from mlakit.formats import fp8
+from mlakit.models import engines
+from mlakit.paths import aiter_api, quantised
+
+GIVEN = inputs.make(5, shapes.Widths(256, 128))
+WANT = tuple(
+    rounding.round_to(rounding.oracle(x, w, e), x.dtype)
+    for x, w, e in (GIVEN.args[:3], GIVEN.args[3:])
+)
+
+
+def buffers():
+    return GIVEN.q.new_full((5, 256), torch.nan), GIVEN.k.new_full((5, 128), torch.nan)
+
+
+def near(got, want):
+    return torch.allclose(got.double(), want.double(), rtol=2**-7, atol=0)
+
+
+def test_signatures_are_those_that_mlakit_recognises_as_aiters():
+    pair = inspect.signature(engines.fused_qk_rmsnorm_pair).parameters
+    unified = inspect.signature(engines.fused_qk_rmsnorm_unified).parameters
+    assert aiter_api.generation_of(pair) == "pair"
+    assert aiter_api.generation_of(unified) == "unified"
+    # Read in ROCm/aiter at v0.1.14 and later, order and defaults included.
+    assert (
+        list(unified)
+        == (
+            "q_out_quantized q_out_scale q q_weight q_epsilon q_out_unquantized k_out q_res_out k "
+            "k_weight k_epsilon q_residual gemma_norm quant_type group_size transpose_scale"
+        ).split()
+    )
+    assert unified["q_epsilon"].default == 1e-6
+    assert list(inspect.signature(engines.fused_qk_rmsnorm_private).parameters) == (
+        "q_out q q_weight q_eps k_out k k_weight k_eps".split()
+    )
+
+
+def test_the_module_stands_in_for_aiters():
+    assert aiter_api.generation_of(inspect.signature(engines.fused_qk_rmsnorm).parameters) == "pair"
+    assert engines._fused_qk_rmsnorm is engines.fused_qk_rmsnorm_private
+
+
+def test_the_pair_comes_back_new():
+    q, k = engines.fused_qk_rmsnorm_pair(*GIVEN.args)
+    assert near(q, WANT[0])
+    assert near(k, WANT[1])
+    assert q.is_contiguous()
+    assert call.last_call().path
+
+
+def test_unified_fills_the_buffers_and_returns_nothing():
+    q_out, k_out = buffers()
+    got = engines.fused_qk_rmsnorm_unified(
+        q_out_quantized=q_out, k_out=k_out, q=GIVEN.q, q_weight=GIVEN.q_weight, q_epsilon=1e-6,
+        k=GIVEN.k, k_weight=GIVEN.k_weight, k_epsilon=1e-6, quant_type=SimpleNamespace(name="No"),
+    )  # fmt: skip
+    assert got is None
+    assert near(q_out, WANT[0])
+    assert near(k_out, WANT[1])
+
+
+def test_vllms_private_entry_both_ways():
+    fresh = engines.fused_qk_rmsnorm_private(
+        q_out=None, q=GIVEN.q, q_weight=GIVEN.q_weight, q_eps=1e-6,
+        k_out=None, k=GIVEN.k, k_weight=GIVEN.k_weight, k_eps=1e-6,
+    )  # fmt: skip
+    assert near(fresh[0], WANT[0])
+    outs = buffers()
+    args = (outs[0], *GIVEN.args[:3], outs[1], *GIVEN.args[3:])
+    assert engines.fused_qk_rmsnorm_private(*args)[1] is outs[1]
+    assert near(outs[1], WANT[1])
+    with pytest.raises(MisuseError, match="give both, or neither"):
+        engines.fused_qk_rmsnorm_private(outs[0], *GIVEN.args[:3], None, *GIVEN.args[3:])
+
+
+@pytest.mark.parametrize("name", ["per_1x128", "per_Token", "per_1x32"])
+@pytest.mark.parametrize("also", [False, True])
+def test_quantised_outputs_are_the_references(name, also):
+    quant = engines.QUANTS[name]
+    rule = {"rule": "round_up"} if quant == "mxfp4" else {}
+    options = quantised.Options(unquantised=also, **rule)
+    want = quantised.reference(quant, *GIVEN.args[:3], options)
+    out, k_out = quantised.empty(quant, GIVEN.q, options), buffers()[1]
+    engines.fused_qk_rmsnorm_unified(
+        out.values, out.scale, *GIVEN.args[:3], out.unquantised, k_out, None, *GIVEN.args[3:],
+        quant_type=SimpleNamespace(name=name),
+    )  # fmt: skip
+    got, ref = (quantised.dequantise(quant, x, options) for x in (out, want))
+    # Float32 statistics may move a value that lies on a tie by one step.
+    assert ((got - ref).abs() > 0.001 * ref.abs()).double().mean() < 0.002
+    assert near(k_out, WANT[1])
+    assert out.unquantised is None or near(out.unquantised, WANT[0])
+
+
+def test_transposed_scales_are_column_major_bytes():
+    plain, turned = (quantised.empty("fp8_group128", GIVEN.q) for _ in range(2))
+    for out, transpose in ((plain, False), (turned, True)):
+        engines.fused_qk_rmsnorm_unified(
+            out.values, out.scale, *GIVEN.args[:3], None, buffers()[1], None, *GIVEN.args[3:],
+            quant_type=SimpleNamespace(name="per_1x128"), transpose_scale=transpose,
+        )  # fmt: skip
+    assert torch.equal(fp8.by_row(turned.scale, "transposed"), plain.scale)
+    assert not torch.equal(turned.scale, plain.scale)
+
+
+def test_what_is_not_served_is_refused():
+    q_out, k_out = buffers()
+    good = {
+        "q_out_quantized": q_out, "k_out": k_out, "q": GIVEN.q, "q_weight": GIVEN.q_weight,
+        "k": GIVEN.k, "k_weight": GIVEN.k_weight, "k_epsilon": 1e-6,
+    }  # fmt: skip
+    for change, error, text in (
+        ({"q_residual": GIVEN.q}, RefusedError, "residual or gemma_norm"),
+        ({"gemma_norm": True}, RefusedError, "residual or gemma_norm"),
+        ({"quant_type": SimpleNamespace(name="per_Tensor")}, MisuseError, "unknown quant type"),
+        ({"k_epsilon": None}, MisuseError, "k_epsilon is None"),
+        ({"k": None}, MisuseError, "all needed"),
+        ({"quant_type": SimpleNamespace(name="per_1x128")}, MisuseError, "q_out_scale is None"),
+    ):
+        with pytest.raises(error, match=text):
+            engines.fused_qk_rmsnorm_unified(**good | change)
+    assert q_out.isnan().all()
+
+
+@pytest.mark.upstream
+def test_sglangs_own_call_sites_fit(tmp_path):
+    """Every call of the dual norm in SGLang's released module binds to a drop-in's signature."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--timeout", "20", "--retries", "1", "-d", tmp_path, "sglang==0.5.15"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
+        pytest.skip(f"no package index offers sglang 0.5.15 here: {last[:150]}")
+    folder = "sglang/srt/models/deepseek_common/attention_forward_methods/"
+    seen = set()
+    with zipfile.ZipFile(next(tmp_path.glob("sglang-*.whl"))) as wheel:
+        for name in wheel.namelist():
+            if not name.startswith(folder) or not name.endswith(".py"):
+                continue
+            for node in ast.walk(ast.parse(wheel.read(name))):
+                if not isinstance(node, ast.Call):
+                    continue
+                called = ast.unparse(node.func)
+                if called in ("fused_qk_rmsnorm_bf16", "_aiter_fused_qk_rmsnorm_unified"):
+                    drop_in = (
+                        engines.fused_qk_rmsnorm_unified
+                        if "unified" in called
+                        else engines.fused_qk_rmsnorm_pair
+                    )
+                    keywords = {k.arg: None for k in node.keywords}
+                    inspect.signature(drop_in).bind(*(None for _ in node.args), **keywords)
+                    seen.add(called)
+    assert "fused_qk_rmsnorm_bf16" in seen
+    assert len(seen) == 2
