@@ -205,6 +205,168 @@ def dispatch_matrix(frame: pd.DataFrame, title: str = "Which path a rule picks")
     return figure
 
 
+def heat(frame: pd.DataFrame, title: str = "What fusing is worth") -> Figure:
+    """Widths by M: the fastest fused path against the best unfused one, its 95 % interval below.
+
+    ``frame``: timing rows of one device, one clock and one cache. The mark says the evidence.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+
+    from mlakit.paths.registry import all_paths
+
+    rows = _usable(frame)
+    fused = [p.name for p in all_paths() if p.fused]
+    rows = rows[rows["path_ran"].isin(fused) & rows["ratio"].notna()].reset_index(drop=True)
+    figure, axes = _new(title, "batch M (rows)", "q + kv widths (elements)")
+    shape = ["q_lora_rank", "kv_lora_rank", "m"]
+    best = rows.loc[rows.groupby(shape)["p50_us"].idxmin()] if len(rows) else rows
+    widths = sorted({(r.q_lora_rank, r.kv_lora_rank) for r in best.itertuples()}, key=sum)
+    batches = sorted(set(best["m"]))
+    figure.set_size_inches(max(7.2, 1.0 * len(batches) + 2), 0.62 * max(2, len(widths)) + 1.4)
+    colour, tints = TwoSlopeNorm(1.0, 0.25, 4.0), _colormap("PuOr")
+    for r in best.itertuples():
+        x, y = batches.index(r.m), widths.index((r.q_lora_rank, r.kv_lora_rank))
+        axes.add_patch(_square(x, y, tints(0.2 + 0.6 * (1 - float(colour(r.ratio))))))
+        interval = f"{r.ratio_lo:.2f} to {r.ratio_hi:.2f}"
+        axes.text(x, y - 0.1, f"{r.ratio:.2f}x", ha="center", va="center", fontsize=9)
+        axes.text(x, y + 0.25, interval, ha="center", va="center", fontsize=6.5)
+        axes.plot(x - 0.38, y - 0.32, MARKERS[r.evidence], color="black", markersize=4)
+    axes.set_xlim(-0.5, max(1, len(batches)) - 0.5)
+    axes.set_ylim(max(1, len(widths)) - 0.5, -0.5)
+    axes.set_xticks(range(len(batches)), batches, fontsize=8)
+    axes.set_yticks(range(len(widths)), [f"{q}+{kv}" for q, kv in widths], fontsize=8)
+    axes.grid(False)
+    _evidence_legend(axes, best)
+    return figure
+
+
+def roofline(frame: pd.DataFrame, hbm_gbps: float | None = None, title: str = "Roofline") -> Figure:
+    """Bytes of one call against GB/s; roofs are the measured copy and the data sheet's memory.
+
+    ``frame``: timing rows of one device, clock and cache. The step computes so little that memory
+    is its only roof, and the launch floor the wall to its left.
+    """
+    rows = _usable(frame)
+    rows = rows[rows["gbps"].notna() & rows["bytes_moved"].notna()]
+    figure, axes = _new(title, "megabytes moved by one call", "GB/s (20-80 % band, log scale)")
+    styles = _styles(list(dict.fromkeys(rows["path_ran"])))
+    for name, part in rows.groupby("path_ran", sort=False):
+        part = part.sort_values("bytes_moved")
+        size = part["bytes_moved"].astype(float) / 1e6
+        control = name in ("copy_limit", "launch_floor")
+        if control:
+            axes.plot(size, part["gbps"], label=f"{name} (control)", **CONTROL_STYLE)
+            continue
+        marker = MARKERS[part["evidence"].iloc[0]]
+        axes.plot(size, part["gbps"], marker=marker, label=name, **styles[name])
+        low, high = (
+            part["bytes_moved"].astype(float) / part[c] / 1e3 for c in ("p80_us", "p20_us")
+        )
+        axes.fill_between(size, low, high, alpha=0.15, color=styles[name]["color"])
+    if hbm_gbps:
+        axes.axhline(hbm_gbps, color="black", linewidth=1, label="memory, data sheet (published)")
+    _finish(axes, log_y=True)
+    return figure
+
+
+def error_histogram(
+    frame: pd.DataFrame, title: str = "Distance from float64 rounded once"
+) -> Figure:
+    """Share of elements in each bin of ulps, a bar a way; + is away from zero.
+
+    ``frame`` columns: way, bin, share, se (its standard error), evidence.
+    """
+    figure, axes = _new(title, "ulps from the nearest value", "% of elements (bars: 2 std. errors)")
+    ways, bins = list(dict.fromkeys(frame["way"])), list(dict.fromkeys(frame["bin"]))
+    width = 0.8 / max(1, len(ways))
+    for i, way in enumerate(ways):
+        part = frame[frame["way"] == way]
+        at = [bins.index(b) + (i - (len(ways) - 1) / 2) * width for b in part["bin"]]
+        bars = {"yerr": 200 * part["se"], "capsize": 2, "width": width, "color": COLOURS[i]}
+        label = f"{way} ({part['evidence'].iloc[0]})"
+        axes.bar(at, 100 * part["share"], label=label, hatch=("", "//", "..")[i % 3], **bars)
+    axes.set_xticks(range(len(bins)), bins)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def kernel_resources(frame: pd.DataFrame, title: str = "What the compiled kernel uses") -> Figure:
+    """Registers, waves and instructions, a bar an arch; evidence is ``compiled``, no speed.
+
+    ``frame``: rows of ``mlakit.codegen.resources.table``.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("vgprs", "registers a lane"),
+        ("waves_per_simd", "waves a SIMD holds"),
+        ("instructions", "instructions (static)"),
+    )
+    names = [f"{r.arch} {r.hidden}" for r in frame.itertuples()]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 0.34 * len(names) + 1.5), dpi=STYLE["figure.dpi"])
+        for i, (column, label) in enumerate(panels):
+            axes = figure.add_subplot(1, 3, i + 1)
+            axes.barh(
+                names, frame[column], color=COLOURS[i], hatch="" if column != "vgprs" else "//"
+            )
+            axes.set_xlabel(f"{label}\n(compiled)")
+            axes.invert_yaxis()
+            if i:
+                axes.set_yticklabels([])
+        figure.suptitle(title)
+    return figure
+
+
+def trend(frame: pd.DataFrame, title: str = "Against the pinned baseline") -> Figure:
+    """Geometric mean of time ratios of each run against the baseline, over time.
+
+    ``frame`` columns: at (a date), ratio, lo, hi (95 % interval; NaN where there is none), status.
+    A run without a figure breaks the line and stands as a cross; so a gap is never bridged.
+    """
+    import numpy as np
+
+    figure, axes = _new(
+        title, "start of the run (UTC)", "time / baseline's time (geometric mean, 95 % interval)"
+    )
+    known = frame["ratio"].notna()
+    good = frame[known]
+    spread = [good["ratio"] - good["lo"], good["hi"] - good["ratio"]]
+    axes.plot(frame["at"], frame["ratio"], color=COLOURS[0], linewidth=1)
+    bars = {"fmt": MARKERS["measured"], "color": COLOURS[0], "capsize": 3, "label": "measured"}
+    axes.errorbar(good["at"], good["ratio"], yerr=np.clip(spread, 0, None), **bars)
+    if (~known).any():
+        missing = frame[~known]
+        at_bottom = axes.get_xaxis_transform()
+        bad = {"color": COLOURS[1], "marker": "x", "linestyle": "", "label": "no figure"}
+        axes.plot(missing["at"], [0.03] * len(missing), transform=at_bottom, **bad)
+        for r in missing.itertuples():
+            axes.axvline(r.at, color=COLOURS[1], linewidth=0.8, linestyle=":")
+    axes.axhline(1.0, color="#777777", linewidth=1)
+    figure.autofmt_xdate(rotation=30)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _colormap(name: str):
+    import matplotlib
+
+    return matplotlib.colormaps[name]
+
+
+def _evidence_legend(axes, rows: pd.DataFrame) -> None:
+    from matplotlib.lines import Line2D
+
+    kinds = list(dict.fromkeys(rows["evidence"])) if len(rows) else []
+    if not kinds:
+        axes.text(0.5, 0.5, "no figures to show", transform=axes.transAxes, ha="center")
+        return
+    marks = [Line2D([], [], color="black", linestyle="", marker=MARKERS[k], label=k) for k in kinds]
+    axes.legend(handles=marks, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def _square(x: int, y: int, tint: str):
     from matplotlib.patches import Rectangle
 
