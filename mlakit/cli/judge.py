@@ -118,6 +118,22 @@ def significance(
     print(json.dumps(answer.to_json(), indent=1) if as_json else answer.text)
 
 
+@app.command("eval", epilog="Example: mlakit eval ./model --questions q.jsonl --b truncate")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A transformers model's local folder.")],
+    questions: Annotated[str, typer.Option(help="JSONL of id, prompt and answer.")],
+    a: Annotated[str, typer.Option(help="unpatched, a path, or a rounding.")] = "unpatched",
+    b: Annotated[str, typer.Option(help="The other side.")] = "torch_rms_norm",
+    out: Annotated[str, typer.Option(help="Folder for the per-question results.")] = "eval",
+    as_json: Json = False,
+) -> None:
+    """The same questions through two paths of one model, and whether the flips mean anything."""
+    from mlakit.drift.evals import evaluate as ask
+
+    answer = ask(model, questions, a, b, out)
+    print(json.dumps(answer.to_json(), indent=1) if as_json else answer.text)
+
+
 def figure(text: str) -> float | int | str:
     """A number where ``text`` is one, else the path of a file."""
     try:

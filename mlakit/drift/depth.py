@@ -148,9 +148,7 @@ def _name(step: str | Callable) -> str:
 def _step(step: str | Callable) -> Callable:
     if not isinstance(step, str):
         return step
-    if step in registry.names():
-        return registry.get(step).call
-    return step_of(None, step)
+    return registry.get(step).call if step in registry.names() else step_of(None, step)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, unknown
 
 REAL, INCONCLUSIVE, NO_EVIDENCE = "real", "inconclusive", "no evidence"
 NO_BASELINE = "no baseline, no verdict"
@@ -205,14 +206,18 @@ _RIGHT_NAMES = ("correct", "right", "acc", "exact_match", "is_correct", "score",
 def read_results(path: str | Path) -> dict[str, bool]:
     """Per-question results: question id to whether the answer was right.
 
-    CSV with a header, or JSONL. The id column is one of id, question_id, doc_id, question, index
+    CSV with a header, or JSONL, lm-evaluation-harness's per-sample logs included: where one holds
+    several filters, name one behind the file, ``samples.jsonl#strict-match``.
+    The id column is one of id, question_id, doc_id, question, index
     (the line number where there is none); the result is one of correct, right, acc, exact_match,
     is_correct, score, passed, as 0/1 or true/false.
 
     Raises:
-        MisuseError: no such file, no result column, a value that is neither, a repeated id.
+        MisuseError: no such file, no result column, a value that is neither, a repeated id, or
+            several filters and none named.
     """
-    path = Path(path)
+    name, _, wanted = str(path).partition("#") if not Path(path).is_file() else (path, "", "")
+    path = Path(name)
     if not path.is_file():
         raise MisuseError(f"no file {path}: give a CSV or JSONL of per-question results")
     with open(path, newline="", encoding="utf-8") as file:
@@ -220,6 +225,12 @@ def read_results(path: str | Path) -> dict[str, bool]:
             rows = [json.loads(line) for line in file if line.strip()]
         else:
             rows = list(csv.DictReader(file))
+    filters = sorted({str(row["filter"]) for row in rows if "filter" in row})
+    if wanted and wanted not in filters:
+        raise unknown("filter", wanted, filters)
+    if len(filters) > 1 and not wanted:
+        raise MisuseError(f"{path} holds {', '.join(filters)}: give {path}#{filters[0]}, say")
+    rows = [row for row in rows if not wanted or row.get("filter") == wanted]
     if not rows:
         raise MisuseError(f"{path} holds no questions")
     found = next((name for name in _RIGHT_NAMES if name in rows[0]), None)
@@ -242,6 +253,46 @@ def _right(value: object, path: Path, line: int) -> bool:
     if text in ("0", "0.0", "false", "no"):
         return False
     raise MisuseError(f"{path} line {line}: result {value!r} is neither right (1) nor wrong (0)")
+
+
+UNPATCHED = "unpatched"
+
+
+def evaluate(
+    folder: str | Path, questions: str | Path, a: str, b: str, out: str | Path
+) -> Judgement:
+    """Ask one transformers model the same questions twice, with two steps; judge the flips.
+
+    Args:
+        folder: the model's local folder; nothing is downloaded.
+        questions: JSONL of ``id``, ``prompt`` and ``answer``.
+        a: the baseline: ``unpatched``, a path's name, or a rounding's.
+        b: the other.
+        out: folder for ``a.jsonl`` and ``b.jsonl``, named after the sides: id, correct, text.
+
+    Raises:
+        MisuseError: no such folder or file, equal or unknown sides, or a model without MLA.
+    """
+    from mlakit.models import hf
+
+    folder, out = Path(folder), Path(out)
+    if not (folder / "config.json").is_file():
+        raise MisuseError(f"{folder} holds no config.json: give a transformers model's folder")
+    if a == b:
+        raise MisuseError(f"both sides are {a}: give two, for example {UNPATCHED} and truncate")
+    asked = hf.read_questions(questions)
+    plans = {n: None if n == UNPATCHED else hf.step_of(*hf.side(n)) for n in (a, b)}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, step in plans.items():
+        with hf.patch(model, step) if step else contextlib.nullcontext():
+            rows = hf.answers(model, asked, tokenizer)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return significance(out / f"{a}.jsonl", out / f"{b}.jsonl")
 
 
 def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgement:

@@ -36,7 +36,7 @@ def families() -> list[str]:
     """
     spec = importlib.util.find_spec("transformers")
     if spec is None:
-        raise MisuseError("transformers is not here: pip install 'mlakit[models]'")
+        raise MisuseError("transformers is not here: pip install 'mlakit[transformers]'")
     folder = Path(spec.submodule_search_locations[0]) / "models"
     files = sorted(folder.glob("*/modeling_*.py"))
     return sorted({f.parent.name for f in files if "self.kv_a_layernorm" in f.read_text("utf-8")})
@@ -88,6 +88,11 @@ def step_of(path: str | Callable | None, rounding: str | None = None) -> Callabl
     if registry.get(path).output != "none":
         raise MisuseError(f"{path} delivers a quantised q: transformers' q_b_proj can't read it")
     return partial(qk_rmsnorm, path=path)
+
+
+def side(name: str) -> tuple[str | None, str | None]:
+    """``(path, rounding)`` of a name that may be either; ``step_of`` refuses an unknown one."""
+    return (None, name) if name in ROUNDINGS else (name, None)
 
 
 @dataclass
@@ -219,22 +224,31 @@ def _mark(attention: nn.Module, undo: list) -> None:
 
 
 @torch.no_grad()
-def answers(model: nn.Module, questions: Sequence[dict], tokenizer) -> dict[str, bool]:
-    """Question id to whether the greedy continuation starts with the right answer.
+def answers(model: nn.Module, questions: Sequence[dict], tokenizer) -> list[dict]:
+    """``id``, ``correct`` and ``text`` of each question, decoded greedily, one at a time.
+
+    Correct is a continuation that starts with the answer.
 
     Args:
         model: a causal language model.
         questions: dicts with ``id``, ``prompt`` and ``answer`` (texts).
         tokenizer: transformers' of that model.
     """
-    results = {}
+    results = []
     for question in questions:
         given = tokenizer(question["prompt"], return_tensors="pt").to(model.device)
         wanted = str(question["answer"]).strip()
+        # A few more than the answer's own: generated text may be split into tokens otherwise.
         most = len(tokenizer(wanted)["input_ids"]) + 4
-        out = model.generate(**given, max_new_tokens=most, do_sample=False)
+        out = model.generate(
+            input_ids=given["input_ids"],
+            attention_mask=given["attention_mask"],
+            max_new_tokens=most,
+            do_sample=False,
+        )
         text = tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
-        results[str(question["id"])] = text.strip().startswith(wanted)
+        right = text.strip().startswith(wanted)
+        results.append({"id": str(question["id"]), "correct": right, "text": text})
     return results
 
 
