@@ -121,11 +121,13 @@ def _shift(f, kind):
 
 
 def div_fixup(q, d, n):
-    """v_div_fixup_f32: the special cases of n / d; otherwise |q| with the sign of n / d."""
+    """v_div_fixup_f32: the special cases of n / d, else |q| with the sign of n / d.
+
+    A NaN quotient of finite numbers comes of an overflow on the way, and is one.
+    """
     sign = np.signbit(d) ^ np.signbit(n)
-    out = np.abs(q)
-    gap = exponent_bits(n) - exponent_bits(d)
-    out = np.where(gap < -150, F32(0), out)
+    out = np.where(np.isnan(q), F32(np.inf), np.abs(q))
+    out = np.where(exponent_bits(n) - exponent_bits(d) < -150, F32(0), out)
     out = np.where((exponent_bits(d) == 255) | (n == 0), F32(0), out)
     out = np.where((d == 0) | np.isinf(n), F32(np.inf), out)
     bad = ((d == 0) & (n == 0)) | (np.isinf(d) & np.isinf(n)) | np.isnan(d) | np.isnan(n)
@@ -135,19 +137,15 @@ def div_fixup(q, d, n):
 def div_scale(x, d, n):
     """v_div_scale_f32: (x scaled by a power of two, whether div_fmas must undo it)."""
     x, d, n = np.broadcast_arrays(x, d, n)
-    same = x.view(U32) == d.view(U32)
-    up, down = x * F32(2.0**64), x * F32(2.0**-64)
-    tiny = np.ldexp(1.0, -126)
-    denormal_d = (np.abs(d) < tiny) & (d != 0)
-    inverse = np.abs(1.0 / d.astype(F64)) < tiny
-    quotient = np.abs(n.astype(F64) / d.astype(F64)) < tiny
+    is_d = x.view(U32) == d.view(U32)
+    up = x * F32(2.0**64)
+    tiny = F64(2.0**-126)
+    quotient = np.abs(n.astype(F64) / d.astype(F64))
     cases = [
         ((n == 0) | (d == 0), F32(np.nan), False),
-        (exponent_bits(n) - exponent_bits(d) >= 96, np.where(same, up, x), True),
-        (denormal_d, up, False),
-        (inverse & quotient, np.where(same, up, x), True),
-        (inverse, down, False),
-        (quotient, np.where(same, x, up), True),
+        (exponent_bits(n) - exponent_bits(d) >= 96, np.where(is_d, up, x), True),
+        (np.abs(d) < tiny, up, False),
+        (quotient < tiny, np.where(is_d, x, up), True),
         (exponent_bits(n) <= 23, up, False),
     ]
     conditions = [c for c, _, _ in cases]
