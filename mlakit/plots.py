@@ -247,15 +247,14 @@ def roofline(frame: pd.DataFrame, hbm_gbps: float | None = None, title: str = "R
     is its only roof, and the launch floor the wall to its left.
     """
     rows = _usable(frame)
-    rows = rows[rows["gbps"].notna() & rows["bytes_moved"].notna()]
+    rows = rows[rows["gbps"].notna() & (rows["path_ran"] != "launch_floor")]
     figure, axes = _new(title, "megabytes moved by one call", "GB/s (20-80 % band, log scale)")
     styles = _styles(list(dict.fromkeys(rows["path_ran"])))
     for name, part in rows.groupby("path_ran", sort=False):
         part = part.sort_values("bytes_moved")
         size = part["bytes_moved"].astype(float) / 1e6
-        control = name in ("copy_limit", "launch_floor")
-        if control:
-            axes.plot(size, part["gbps"], label=f"{name} (control)", **CONTROL_STYLE)
+        if name == "copy_limit":
+            axes.plot(size, part["gbps"], label="same-traffic copy (control)", **CONTROL_STYLE)
             continue
         marker = MARKERS[part["evidence"].iloc[0]]
         axes.plot(size, part["gbps"], marker=marker, label=name, **styles[name])
@@ -265,7 +264,7 @@ def roofline(frame: pd.DataFrame, hbm_gbps: float | None = None, title: str = "R
         axes.fill_between(size, low, high, alpha=0.15, color=styles[name]["color"])
     if hbm_gbps:
         axes.axhline(hbm_gbps, color="black", linewidth=1, label="memory, data sheet (published)")
-    _finish(axes, log_y=True)
+    _finish(axes, log_y=True, base=10)
     return figure
 
 
@@ -324,17 +323,20 @@ def trend(frame: pd.DataFrame, title: str = "Against the pinned baseline") -> Fi
     """Geometric mean of time ratios of each run against the baseline, over time.
 
     ``frame`` columns: at (a date), ratio, lo, hi (95 % interval; NaN where there is none), status.
-    A run without a figure breaks the line and stands as a cross; so a gap is never bridged.
+    A run without a figure stands as a cross; there, and where runs are missing, the line breaks.
     """
     import numpy as np
 
     figure, axes = _new(
-        title, "start of the run (UTC)", "time / baseline's time (geometric mean, 95 % interval)"
+        title, "start of the run (UTC)", "time over the baseline's\n(geometric mean, 95 % interval)"
     )
     known = frame["ratio"].notna()
     good = frame[known]
     spread = [good["ratio"] - good["lo"], good["hi"] - good["ratio"]]
-    axes.plot(frame["at"], frame["ratio"], color=COLOURS[0], linewidth=1)
+    apart = frame["at"].diff()
+    breaks = ~known | ~known.shift(fill_value=True) | (apart > 2 * apart.median())
+    for _, part in frame.groupby(breaks.cumsum()):
+        axes.plot(part["at"], part["ratio"], color=COLOURS[0], linewidth=1)
     bars = {"fmt": MARKERS["measured"], "color": COLOURS[0], "capsize": 3, "label": "measured"}
     axes.errorbar(good["at"], good["ratio"], yerr=np.clip(spread, 0, None), **bars)
     if (~known).any():
@@ -373,17 +375,57 @@ def _square(x: int, y: int, tint: str):
     return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=tint)
 
 
-def _finish(axes, log_y: bool = False) -> None:
-    """Powers of two along M, plain numbers on both axes, legend outside the data."""
-    from matplotlib.ticker import FuncFormatter
+def _finish(axes, log_y: bool = False, base: int = 2) -> None:
+    """Powers of ``base`` along x, plain numbers on both axes, legend outside the data."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=base)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     if log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     else:
         axes.text(0.5, 0.5, "no figures to show", transform=axes.transAxes, ha="center")
+
+
+def token_gain(frame: pd.DataFrame, title: str = "Decode speed against two F.rms_norm") -> Figure:
+    """gain against batch with its 95 % interval, a line a lane: 1 is the base, grey has no step."""
+    rows = frame[frame["gain"].notna() & ~frame["lane"].str.startswith("twice:")]
+    figure, axes = _new(
+        title, "batch (sequences decoding together)", "times as fast (paired median, 95 % interval)"
+    )
+    styles = _styles(list(dict.fromkeys(rows["lane"]))) | {"no_step": CONTROL_STYLE}
+    for name, part in rows.groupby("lane", sort=False):
+        part = part.sort_values("batch")
+        spread = [
+            (part["gain"] - part["gain_lo"]).clip(lower=0),
+            (part["gain_hi"] - part["gain"]).clip(lower=0),
+        ]
+        axes.errorbar(
+            part["batch"],
+            part["gain"],
+            yerr=spread,
+            marker=MARKERS[part["evidence"].iloc[0]],
+            capsize=3,
+            label="no step at all (control)" if name == "no_step" else name,
+            **styles[name],
+        )
+    _finish(axes)
+    return figure
+
+
+def amdahl(frames: dict[str, pd.DataFrame], title: str = "What a saving is worth") -> Figure:
+    """Gain in % against token/s of one sequence, a band (95 % interval) a named saving."""
+    figure, axes = _new(title, "token/s of one sequence before", "more token/s (%, modelled)")
+    for n, (name, part) in enumerate(frames.items()):
+        colour, x = COLOURS[n % len(COLOURS)], part["tokens_per_s"]
+        axes.plot(x, 100 * (part["gain"] - 1), marker=MARKERS["modelled"], color=colour, label=name)
+        low, high = 100 * (part["gain_lo"] - 1), 100 * (part["gain_hi"] - 1)
+        axes.fill_between(x, low, high, color=colour, alpha=0.15)
+    _finish(axes)
+    return figure
