@@ -163,13 +163,15 @@ def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> di
 
 
 def _judge_quantised(quant, got, x, weight, eps: float, judged: torch.Tensor) -> dict:
-    """As ``_judge``; ``share_correct`` counts values equal to those of float64 then quantised."""
+    """As ``_judge``; ``share_correct`` counts bytes equal to those of float64 then quantised."""
     values = quantised.dequantise(quant, got)[judged]
-    ideal = quantised.dequantise(quant, quantised.reference(quant, x, weight, eps))
+    reference = quantised.reference(quant, x, weight, eps)
+    ideal = quantised.dequantise(quant, reference)
     want = oracle(x, weight, eps)
     drift, floor = compare(values, want), compare(ideal, want)
     figures = drift.figures() | {"max_ulp": None, "ulp_p999": None}
-    figures["share_correct"] = float((values == ideal).double().mean())
+    same = got.values.view(torch.uint8)[judged] == reference.values.view(torch.uint8)
+    figures["share_correct"] = float(same.double().mean())
     wrong = not drift.rel_l2 <= 1.5 * floor.rel_l2
     return figures | {
         "reference": f"float64, then {quant}",

@@ -119,3 +119,25 @@ def test_gfx950_rounds_and_nvidia_has_no_aiter():
 def test_fp16_is_never_truncated():
     rows = accuracy.emulated_rows(cell(arch="gfx942", dtype="fp16"))
     assert {r["rounding"] for r in rows} == {"round_once"}
+
+
+def test_quantised_outputs_are_held_against_quantising_alone():
+    rows = accuracy.accuracy_cell(
+        cell(q_lora_rank=256, quant="fp8_group128", paths=("torch_fp8_group128",))
+    ).rows
+    q_rows = [r for r in rows if r["output"] == "q"]
+    assert {r["status"] for r in rows} == {"ok"}
+    assert all(r["share_correct"] > 0.999 and r["max_ulp"] is None for r in q_rows)
+    assert all(0.001 < r["rel_l2"] < 0.1 for r in q_rows)
+
+
+def test_quantised_garbage_is_wrong(fake_path):
+    def call(q, q_weight, q_eps, k, k_weight, k_eps):
+        good = registry.importlib.import_module("mlakit.paths.torch_fp8_group128").PATH.call
+        quantised, k_out = good(q, q_weight, q_eps, k, k_weight, k_eps)
+        return quantised._replace(scale=quantised.scale * 2), k_out
+
+    fake_path(call, output="fp8_group128")
+    rows = accuracy.accuracy_cell(cell(q_lora_rank=256, quant="fp8_group128")).rows
+    assert {r["status"] for r in rows if r["output"] == "q"} == {"wrong"}
+    assert {r["status"] for r in rows if r["output"] == "k"} == {"ok"}
