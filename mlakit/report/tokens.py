@@ -1,0 +1,132 @@
+"""What ``05_tokens`` says: the decode stack's rows, what was predicted, the story's claim."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+
+from mlakit import archs
+from mlakit.datafiles import data_dir
+from mlakit.drift import evals
+from mlakit.models import amdahl, stack
+from mlakit.timing.stats import Interval
+
+STORY = ("90.12", "90.84")
+"""Decode token/s before and after, SGLang pull request 23186"""
+STORY_LAYERS = 61
+"""of Kimi-K2.5, the model of that pull request: as many as DeepSeek-V3"""
+CLOSE = 0.2
+"""share of the measured saving within which a prediction counts as right"""
+COLUMNS = "batch lane n step_us tokens_per_s tokens_lo tokens_hi gain gain_lo gain_hi".split()
+COST_COLUMNS = (
+    "batch lane cost_us cost_us_lo cost_us_hi again_us alone_us saved_us saved_us_lo saved_us_hi "
+    "saved_micro_us off"
+).split()
+
+
+def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
+    """A stack's measurement: taken here and small on a CPU, the latest recorded one elsewhere."""
+    if arch == "cpu":
+        made = stack.small(batch=max(batches), seed=seed)
+        lanes = [n for n in stack.LANES if "triton" not in n and n != "dual_stream"]
+        return stack.measure(made, batches, lanes, rounds=60, budget_s=3.0, seed=seed)
+    return next(iter(recorded(arch)), None)
+
+
+def recorded(arch: str) -> list[dict]:
+    """Every committed stack measurement on ``arch``, the latest first."""
+    return [r for r in recorded_anywhere() if r["arch"] == archs.base_name(arch)]
+
+
+def recorded_anywhere() -> list[dict]:
+    """Every committed stack measurement, the latest first."""
+    files = (data_dir() / "recorded").glob("*/*stack*.json")
+    found = [json.loads(f.read_text(encoding="utf-8")) | {"evidence": "recorded"} for f in files]
+    return sorted(found, key=lambda r: r["started_at"], reverse=True)
+
+
+def frame(result: dict | None) -> pd.DataFrame:
+    """``stack.summarise`` as a frame, with ``evidence`` and ``off``.
+
+    ``off`` is the predicted saving over the measured one, less 1, where the measured one's interval
+    tells it from none.
+    """
+    columns = list(dict.fromkeys([*COLUMNS, *COST_COLUMNS, "evidence"]))
+    if result is None:
+        return pd.DataFrame(columns=columns)
+    rows = pd.DataFrame(stack.summarise(result)).reindex(columns=columns[:-1])
+    known = (rows["saved_us_lo"] > 0) | (rows["saved_us_hi"] < 0)
+    rows["off"] = (rows["saved_micro_us"] / rows["saved_us"] - 1).where(known)
+    return rows.assign(evidence=result["evidence"])
+
+
+def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
+    """Which step made most tokens, what the step costs, and how near the prediction came."""
+    if result is None or rows.empty:
+        return [f"No token rate is stated for {arch}: no decode stack was measured there."]
+    where = f"{result['evidence']} on {result['device']}, {result['layers']} attention layers"
+    paths = rows[~rows["lane"].str.contains(f"{stack.DELETED}|{stack.TWICE}")]
+    sentences = []
+    for batch, part in paths.groupby("batch"):
+        best = part.loc[part["step_us"].idxmin()]
+        text = f"Batch {batch} ({where}): {best['lane']} makes {best['tokens_per_s']:,.0f} token/s"
+        if best["lane"] != stack.BASE and best["gain"] == best["gain"]:
+            text += (
+                f", {best['gain'] - 1:+.2%} against {stack.BASE} "
+                f"({best['gain_lo'] - 1:+.2%} to {best['gain_hi'] - 1:+.2%})"
+            )
+        if best["cost_us"] == best["cost_us"]:
+            share = best["cost_us"] * result["layers"] / best["step_us"]
+            text += f"; the step is {share:.1%} of it"
+        sentences.append(text + ".")
+    judged = paths[paths["off"].notna() & (paths["lane"] != stack.BASE)]
+    if len(judged):
+        near = int((judged["off"].abs() <= CLOSE).sum())
+        sentences.append(
+            f"The microbenchmark (hot cache) predicted {near} of {len(judged)} savings within "
+            f"{CLOSE:.0%}; the table says how far off the others are."
+        )
+    return sentences
+
+
+def story(rows: pd.DataFrame, arch: str) -> list[str]:
+    """The story's claim: what it implies a layer, the judge's verdict, and what was seen here."""
+    before, after = (amdahl.rounded(t) for t in STORY)
+    implied = amdahl.saving(before, after, STORY_LAYERS)
+    sentences = [
+        f"Published: {implied.text} at batch 1 (intervals of the last digit alone).",
+        f"The judge: {evals.significance(before.value, after.value).text}.",
+    ]
+    ones = rows[(rows["batch"] == 1) & rows["saved_us"].notna()]
+    ones = ones[~ones["lane"].str.contains(f"{stack.DELETED}|{stack.TWICE}")]
+    for r in ones.itertuples():
+        sentences.append(
+            f"{r.lane} against {stack.BASE} at batch 1 on {arch} ({r.evidence}): "
+            f"{r.saved_us:+.2f} us a layer ({r.saved_us_lo:+.2f} to {r.saved_us_hi:+.2f})."
+        )
+    return sentences
+
+
+def gains(saved: Interval, layers: int, speeds: tuple[float, ...]) -> pd.DataFrame:
+    """What ``saved`` us a layer is worth to models that decode at ``speeds`` token/s a sequence."""
+    rows = []
+    for speed in speeds:
+        gain = amdahl.tokens(saved, layers, 1e6 / speed)
+        rows.append(
+            {"tokens_per_s": speed, "after": gain.after.value, "gain": gain.ratio.value,
+             "gain_lo": gain.ratio.lo, "gain_hi": gain.ratio.hi, "evidence": "modelled"}
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def savings(rows: pd.DataFrame, batch: int = 1) -> dict[str, Interval]:
+    """By lane: us a layer saved against two F.rms_norm in the stack, where it is above none."""
+    part = rows[(rows["batch"] == batch) & (rows["saved_us_lo"] > 0)]
+    part = part[part["lane"] != stack.DELETED]
+    return {r.lane: Interval(r.saved_us, r.saved_us_lo, r.saved_us_hi) for r in part.itertuples()}
+
+
+def story_saving() -> Interval:
+    """Microseconds a layer that the story's two figures imply."""
+    return amdahl.saving(*(amdahl.rounded(t) for t in STORY), STORY_LAYERS).layer_us
