@@ -128,7 +128,7 @@ def test_quantised_outputs_are_held_against_quantising_alone():
     q_rows = [r for r in rows if r["output"] == "q"]
     assert {r["status"] for r in rows} == {"ok"}
     assert all(r["share_correct"] > 0.999 and r["max_ulp"] is None for r in q_rows)
-    assert all(0.001 < r["rel_l2"] < 0.1 for r in q_rows)
+    assert 0.01 < q_rows[0]["rel_l2"] < 0.05
 
 
 def test_quantised_garbage_is_wrong(fake_path):
