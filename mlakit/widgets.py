@@ -352,3 +352,49 @@ def _compiled(both: tuple[str, ...], widths: shapes.Widths, quant: str, m: int) 
     return (
         page + f"<details><summary>{len(lines)} lines differ</summary><pre>{text}</pre></details>"
     )
+
+
+# ---- tokens
+
+
+def tokens() -> VBox:
+    """What microseconds saved in each layer are worth in token/s, and what a claim implies.
+
+    Static twin: ``plots.amdahl``.
+    """
+    import ipywidgets as w
+
+    wide = w.Layout(width="28em")
+    controls = {
+        "saved_us": w.FloatSlider(1.44, min=-2, max=10, step=0.01, description="us a layer saved"),
+        "layers": w.IntSlider(61, min=1, max=128, description="layers with the step"),
+        "tokens_per_s": w.FloatSlider(90.12, min=5, max=500, step=0.01, description="token/s"),
+        "claimed": w.FloatSlider(90.84, min=5, max=500, step=0.01, description="claimed after"),
+    }
+    for slider in controls.values():
+        slider.layout = wide
+    return _explorer("From microseconds to tokens", controls, tokens_view)
+
+
+def tokens_view(saved_us: float, layers: int, tokens_per_s: float, claimed: float) -> str:
+    """Both directions, modelled: the gain of a saving, and the saving behind a claim.
+
+    Raises:
+        MisuseError: a saving that is the whole step.
+    """
+    from mlakit.drift.evals import throughput
+    from mlakit.models import amdahl
+
+    gain = amdahl.tokens(saved_us, layers, 1e6 / tokens_per_s)
+    implied = amdahl.saving(tokens_per_s, claimed, layers)
+    return (
+        _say(
+            f"{saved_us:+.2f} us in each of {layers} layers: {tokens_per_s:.2f} to "
+            f"{gain.after.value:.2f} token/s ({gain.ratio.value - 1:+.2%}), modelled."
+        )
+        + _say(
+            f"{tokens_per_s:.2f} to {claimed:.2f} token/s would be "
+            f"{implied.layer_us.value:+.2f} us a layer, {implied.step_us.value:+.0f} us a token."
+        )
+        + _say(f"The judge: {throughput(tokens_per_s, claimed).text}.")
+    )

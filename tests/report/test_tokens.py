@@ -111,3 +111,21 @@ def test_the_small_stack_is_measured_here():
     assert made["evidence"] == "measured"
     assert stack.DELETED in made["samples_us"]["1"]
     assert made["samples_us"]["1"]["torch_native"]
+
+
+def test_the_slider_says_both_directions():
+    from mlakit import widgets
+
+    text = widgets.tokens_view(1.44, 61, 90.12, 90.84)
+    assert "90.12 to 90.84 token/s (+0.80%)" in text
+    assert "+1.44 us a layer, +88 us a token" in text
+    assert "whether it is chance can&#x27;t be said" in text
+    box = widgets.tokens()
+    saved = next(c for c in box.children[1].children if "us a layer" in c.description)
+    saved.value = 0.0
+    assert "90.12 to 90.12" in box.children[2].value
+    saved.value = 10.0
+    box.children[1].children[2].value = 500.0
+    saved.max = 40.0
+    saved.value = 40.0
+    assert "the whole step" in box.children[2].value
