@@ -251,6 +251,10 @@ def _kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple:
     return run, compiled.address, compiled
 
 
+_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
+"""a fake tensor's address reads as 0: a kernel that took it would end the process"""
+
+
 def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """Both norms in one compiled pass; see ``mlakit.paths.registry.Path`` for the arguments.
 
@@ -262,6 +266,11 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         raise MisuseError(
             f"cpu_fused got q on {q.device}, weights {q_weight.dtype} and {k_weight.dtype}: "
             "it wants the CPU and both weights of one dtype; use torch_native"
+        )
+    if type(k_rows) not in _WITH_MEMORY or type(k_out) not in _WITH_MEMORY:
+        raise MisuseError(
+            f"cpu_fused got a {type(k_out).__name__}, which has no memory to compute on: "
+            "it cannot be traced; use torch_native"
         )
     m, q_width = q_rows.shape
     k_width = k_rows.shape[1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mlakit import inputs
+from mlakit.errors import MisuseError
 from mlakit.paths import cpu_fused
 from mlakit.rounding import oracle, round_to
 from mlakit.shapes import Widths
@@ -225,6 +226,7 @@ def child(code, **environment):
 SETUP = """
 import torch
 from mlakit import inputs
+from mlakit.errors import MisuseError
 from mlakit.paths import cpu_fused
 from mlakit.shapes import Widths
 """
@@ -261,3 +263,15 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads():
         "print(os.waitpid(pid, 0)[1])\n"
     )
     assert child(code) == ["0"]
+
+
+def test_fake_tensors_are_refused_before_any_address_is_taken():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given = inputs.make(3, Widths(64, 32))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with pytest.raises(MisuseError, match="no memory"):
+            cpu_fused.call(*given.args)
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in given.args]
+    with pytest.raises(MisuseError, match="no memory"):
+        cpu_fused.call(*fakes)
