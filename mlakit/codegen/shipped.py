@@ -30,7 +30,7 @@ def build(config: dict, quant: str = "none", options: dict | None = None, **argu
     encoding = (options or {}).get("encoding")
     return triton_quant.kernel_signature(
         quant,
-        Config(**config),
+        triton_quant.QuantConfig(**config),
         encoding=fp8.encoding(encoding) if encoding else None,
         options=Options(**(options or {})),
         **arguments,
@@ -82,13 +82,18 @@ def _array(tensor: torch.Tensor):
 
 
 def emulate_qk_rmsnorm(
-    arch: str, inputs: Inputs, config: Config | None = None, compiled: Compiled | None = None
+    arch: str,
+    inputs: Inputs,
+    config: Config | None = None,
+    compiled: Compiled | None = None,
+    **trace,
 ) -> Emulated:
     """Run ``arch``'s binary of the fused norm on CPU ``inputs``.
 
     Args:
         config: the kernel's knobs; None: the heuristic's for this arch, M and widths.
         compiled: what ``compile_many`` made of the same arguments, to compile only once.
+        trace: ``trace`` and ``trace_wave`` of ``execute.run``.
 
     Raises:
         MisuseError: not an AMD arch, or no Triton here.
@@ -122,6 +127,7 @@ def emulate_qk_rmsnorm(
             q_stride=i.q.stride(0), k_stride=i.k.stride(0),
             q_out_stride=q_width, k_out_stride=k_width, m=m, q_eps=i.q_eps, k_eps=i.k_eps,
         ),
+        **trace,
     )  # fmt: skip
     return Emulated(q_out, k_out, done, compiled)
 
@@ -133,6 +139,7 @@ def emulate_quantised(
     config: Config | None = None,
     options: Options | None = None,
     compiled: Compiled | None = None,
+    **trace,
 ) -> Emulated:
     """Run ``arch``'s binary of the fused norm that delivers q as ``quant``; as above."""
     i, arch = inputs, archs.base_name(arch)
@@ -162,5 +169,6 @@ def emulate_quantised(
             scale_row_stride=scale.stride(0), scale_group_stride=scale.stride(1),
             m=m, scale_rows=scale_rows, q_eps=i.q_eps, k_eps=i.k_eps,
         ),
+        **trace,
     )  # fmt: skip
     return Emulated(out, k_out, done, compiled)
