@@ -73,20 +73,17 @@ def why_not() -> str | None:
     return None
 
 
-def compile_kernel(kernel: str, arch: str, **arguments) -> Compiled:
-    """Compile one kernel; see ``Request``.
-
-    Raises:
-        MisuseError: unknown arch, no Triton, or the compiler's own refusal in one line.
-    """
-    return compile_many([Request(kernel, arch, arguments)])[0]
+def compile_one(request: Request) -> Compiled:
+    """Compile one kernel; see ``compile_many``."""
+    return compile_many([request])[0]
 
 
 def compile_many(requests: list[Request]) -> list[Compiled]:
     """Compile kernels in one child process (0.3 s to start, then about 0.1 s each).
 
     Raises:
-        MisuseError: as ``compile_kernel``; the first request that fails ends all.
+        MisuseError: unknown arch, no Triton, or the compiler's own refusal, in one line; the
+            first request that fails ends all.
     """
     if reason := why_not():
         raise MisuseError(reason)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from mlakit import archs
-from mlakit.codegen.compile import Compiled, Request, compile_many
+from mlakit.codegen.compile import Compiled, Request, compile_one
 from mlakit.codegen.execute import Run, run
 from mlakit.formats import fp8
 from mlakit.inputs import Inputs
@@ -114,7 +114,7 @@ def emulate_qk_rmsnorm(
             weight_dtype=weight,
             aligned=aligned,
         )
-        compiled = compile_many([wanted])[0]
+        compiled = compile_one(wanted)
     q_out, k_out = torch.empty_like(i.q), torch.empty_like(i.k)
     q_out, k_out = q_out.contiguous(), k_out.contiguous()
     resident = (archs.arch(arch).compute_units or 1) * _RESIDENT_PER_UNIT
@@ -151,7 +151,7 @@ def emulate_quantised(
     if compiled is None:
         widths = Widths(q_width, k_width)
         wanted = request(arch, widths, dtype, config=config, quant=quant, options=options)
-        compiled = compile_many([wanted])[0]
+        compiled = compile_one(wanted)
     out = quantised.empty(quant, i.q, options)
     k_out = torch.empty_like(i.k).contiguous()
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
