@@ -21,6 +21,7 @@ _HOME = {
     "make_inputs": ("mlakit.inputs", "make"),
     "measure": ("mlakit.sweep.run", "sweep"),
     "parse_hidden": ("mlakit.shapes", "parse_hidden"),
+    "patch": ("mlakit.models.hf", "patch"),
     "qk_rmsnorm": ("mlakit.dispatch.call", "qk_rmsnorm"),
     "read_rows": ("mlakit.sweep.store", "read_rows"),
     "significance": ("mlakit.drift.evals", "significance"),
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mlakit.drift.evals import significance as significance
     from mlakit.drift.fingerprint import fingerprint as fingerprint
     from mlakit.inputs import make as make_inputs  # noqa: F401
+    from mlakit.models.hf import patch as patch
     from mlakit.shapes import Widths as Widths
     from mlakit.shapes import parse_hidden as parse_hidden
     from mlakit.sweep.run import sweep as measure  # noqa: F401

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def families() -> list[str]:
         MisuseError: transformers is not installed.
     """
     spec = importlib.util.find_spec("transformers")
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         raise MisuseError("transformers is not here: pip install 'mlakit[transformers]'")
     folder = Path(spec.submodule_search_locations[0]) / "models"
     files = sorted(folder.glob("*/modeling_*.py"))
@@ -176,7 +177,7 @@ def _put_back(module: nn.Module, old: Callable | None) -> None:
         module.forward = old
 
 
-def _kv_alone(attention: nn.Module, step: Callable, undo: list) -> None:
+def _kv_alone(attention: Any, step: Callable, undo: list) -> None:
     norm = attention.kv_a_layernorm
     eps = _eps(norm)
 
@@ -188,7 +189,7 @@ def _kv_alone(attention: nn.Module, step: Callable, undo: list) -> None:
     _mark(attention, undo)
 
 
-def _fuse(attention: nn.Module, step: Callable, undo: list) -> None:
+def _fuse(attention: Any, step: Callable, undo: list) -> None:
     q_norm, k_norm = attention.q_a_layernorm, attention.kv_a_layernorm
     q_eps, k_eps = _eps(q_norm), _eps(k_norm)
     project, width = attention.kv_a_proj_with_mqa.forward, k_norm.weight.shape[0]
@@ -224,7 +225,7 @@ def _mark(attention: nn.Module, undo: list) -> None:
 
 
 @torch.no_grad()
-def answers(model: nn.Module, questions: Sequence[dict], tokenizer) -> list[dict]:
+def answers(model: Any, questions: Sequence[dict], tokenizer: Any) -> list[dict]:
     """``id``, ``correct`` and ``text`` of each question, decoded greedily, one at a time.
 
     Correct is a continuation that starts with the answer.

@@ -9,7 +9,7 @@ quantised products compute what the hardware's would, with float32 sums: referen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -50,11 +50,11 @@ class Dims:
         if name not in known:
             raise unknown("model", name, known)
         m = known[name]
-        sizes = (m.hidden_size, m.num_heads, m.q_lora_rank, m.kv_lora_rank)
-        sizes += (m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim)
-        if not all(sizes):
+        given = (m.hidden_size, m.num_heads, m.q_lora_rank, m.kv_lora_rank, m.qk_nope_head_dim)
+        sizes = [n for n in (*given, m.qk_rope_head_dim, m.v_head_dim) if n]
+        if len(sizes) < 7:
             raise MisuseError(f"{name}: a size is missing or 0; take DeepSeek-V3 or Dims(...)")
-        return cls(*sizes, eps=m.eps)
+        return replace(cls(*sizes), eps=m.eps)
 
     @property
     def widths(self) -> Widths:

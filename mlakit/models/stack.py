@@ -20,7 +20,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from mlakit.models import mla
 from mlakit.paths import registry
 from mlakit.records import Cell
 from mlakit.timing import clock, guard, sampler, stats
+from mlakit.timing.buffers import Slot
 
 DELETED = "no_step"
 TWICE = "twice:"
@@ -163,8 +163,7 @@ class StepLane:
         self.run = partial(stack.decode, hidden, step)
         self.run()
         if self.on_gpu:
-            slot = SimpleNamespace(args=(), out=None)
-            self.graph, _ = clock.capture(lambda out: self.run(), [slot])
+            self.graph, _ = clock.capture(lambda out: self.run(), [Slot(0, (), None)])
             self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def take(self) -> float:
@@ -230,7 +229,8 @@ def measure(
     """
     device = stack.device
     about = {k: v for k, v in guard.environment(device).items() if k != "uuid"}
-    result = {
+    arch = about["arch"] or "cpu"
+    result: dict = {
         "schema": 1, "evidence": "measured",
         "started_at": datetime.now(UTC).isoformat("T", "seconds"),
         **about, "clock": "graph" if device != "cpu" else "cpu", "layers": len(stack.layers),
@@ -240,7 +240,7 @@ def measure(
     with guard.device_lock(device, wait_s=600.0), torch.no_grad():
         for batch in batches:
             hidden, key = stack.tokens(batch), str(batch)
-            why = {lane: refusal(stack, hidden, lane, about["arch"]) for lane in lanes}
+            why = {lane: refusal(stack, hidden, lane, arch) for lane in lanes}
             result["refused"][key] = {lane: text for lane, text in why.items() if text}
             taken = {n: StepLane(stack, hidden, step_of(n)) for n in lanes if not why[n]}
             done = sampler.sample(
@@ -253,7 +253,7 @@ def measure(
                 torch.cuda.empty_cache()
             if micro:
                 paths = tuple(n for n in lanes if n in registry.names() and not why[n])
-                result["micro_us"][key] = _micro(stack, batch, paths, about["arch"])
+                result["micro_us"][key] = _micro(stack, batch, paths, arch)
     return result
 
 

@@ -129,4 +129,5 @@ def savings(rows: pd.DataFrame, batch: int = 1) -> dict[str, Interval]:
 
 def story_saving() -> Interval:
     """Microseconds a layer that the story's two figures imply."""
-    return amdahl.saving(*(amdahl.rounded(t) for t in STORY), STORY_LAYERS).layer_us
+    before, after = (amdahl.rounded(t) for t in STORY)
+    return amdahl.saving(before, after, STORY_LAYERS).layer_us

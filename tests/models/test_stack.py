@@ -1,6 +1,7 @@
 """The decode stack: a decoded token is the prefilled one, lanes run what they say, sums add up."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,3 +124,35 @@ def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (20 * 2**30, 24 * 2**30))
     with pytest.raises(MisuseError, match="61 layers and batch 256 need 39 GiB"):
         stack._check_memory(mla.Dims.of("DeepSeek-V3"), 61, 256, 1088, "cuda", torch.bfloat16)
+
+
+def test_on_a_gpu_a_sample_is_one_timed_replay(monkeypatch):
+    """A fake device: the step is captured once, and each sample replays twice and times one."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.n = None
+
+        def record(self):
+            log.append("record")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, other):
+            return 7.5
+
+    def capture(call, slots):
+        for slot in slots:
+            call(*slot.args, out=slot.out)
+        return SimpleNamespace(replay=lambda: log.append("replay")), []
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(stack.clock, "capture", capture)
+    fake = SimpleNamespace(decode=lambda hidden, step: log.append("decode"))
+    lane = stack.StepLane(fake, SimpleNamespace(is_cuda=True), None)
+    assert log == ["decode", "decode"]
+    del log[:]
+    assert lane.take() == 7500.0
+    assert log == ["replay", "record", "replay", "record", "wait"]
