@@ -5,7 +5,7 @@ Pure functions of arch, rows and widths: none needs a GPU or triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from mlakit.archs import vendor_of
@@ -15,6 +15,7 @@ MAX_THREADS = 1024
 """threads a program may have on every card that Triton compiles for"""
 MAX_ELEMENTS_PER_THREAD = 128
 """above this a thread's row no longer fits 255 registers beside its weights, and spills"""
+MAX_WARPS_PER_ROW = 8
 VECTOR_BYTES = 16
 """the widest load one thread makes, on NVIDIA (ld.v4.b32) as on AMD (global_load_dwordx4)"""
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -56,10 +57,14 @@ def vector_width(dtype: str) -> int:
 
 
 def warps_per_row(arch: str, width: int, dtype: str) -> int:
-    """Warps that share a row of ``width`` elements: the width's reduction tree, whatever M is."""
-    chunk = lanes_of(arch) * vector_width(dtype)
-    warps = 1 if width <= chunk else 2
-    while width > 4 * chunk * warps and warps < 8:
+    """Warps that share a row of ``width`` elements: the width's reduction tree, whatever M is.
+
+    As few as leave a thread two vectors of the row: on an H200 at 1536 + 512 in bf16 this tree is
+    within 1 % of the best of nine at every M but 2048 (3 %), and one warp more or less a row costs
+    2 to 5 % at some M.
+    """
+    warps = 1
+    while width > 2 * vector_width(dtype) * lanes_of(arch) * warps and warps < MAX_WARPS_PER_ROW:
         warps *= 2
     return warps
 
@@ -72,20 +77,44 @@ def heuristic(
     dtype: str = "bf16",
     *,
     batch_invariant: bool = True,
-    compute_units: int | None = None,
 ) -> Config:
-    """The config for ``m`` rows on ``arch``; ``compute_units`` as the device tells it."""
+    """The config for ``m`` rows on ``arch``, from a recorded search on an H200 (sm_90).
+
+    Other archs get the same shape of launch from their own wave size; nobody measured it there.
+    """
     k_warps = warps_per_row(arch, k_width, dtype)
     q_warps = warps_per_row(arch, q_width, dtype) if q_width else k_warps
-    num_warps = max(q_warps, k_warps)
-    q_rows, k_rows = num_warps // q_warps, num_warps // k_warps
     if arch == "cpu":
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
-        return Config(64, 64, q_warps, k_warps, num_warps)
-    if m <= 4096:
-        return Config(q_rows, k_rows, q_warps, k_warps, num_warps)
-    rows = max(q_rows, k_rows)
-    return Config(rows, rows, q_warps, k_warps, num_warps, separate=False, hoist_weight=False)
+        return Config(64, 64, q_warps, k_warps, max(q_warps, k_warps))
+    if not batch_invariant and arch == "sm_90" and 1024 < m <= 2048 and q_warps > 1:
+        # Half as many warps a row: 5.80 us against 6.00 at M = 2048, 1536 + 512. At every other
+        # M measured the other trees gain under 1 %.
+        q_warps //= 2
+    # kv alone in one-warp programs is bound by their number: 34.4 us with 4 against 41.5 at
+    # M = 65536; at M = 64, 1.98 against 1.92.
+    least = 4 if not q_width and m > 1024 else 1
+    num_warps = max(q_warps, k_warps, least)
+    nvidia = vendor_of(arch) == "nvidia"
+    return Config(
+        q_rows=num_warps // q_warps,
+        k_rows=num_warps // k_warps,
+        q_warps=q_warps,
+        k_warps=k_warps,
+        num_warps=num_warps,
+        # One program for both parts of a row never won: 2.95 us against 2.23 at M = 128, 129.5
+        # against 129.2 at 65536.
+        separate=True,
+        # Asked for early, weights cost no wait: 1.83 us against 1.99 at M = 1, and still 129.2
+        # against 130.3 at M = 65536, where registers could have been the price.
+        hoist_weight=True,
+        # 2.04 us against 2.11 at M = 64; from M = 2048 on it costs: 132.2 against 129.2 at 65536.
+        evict_first=nvidia and m <= 1024,
+        # Between two matrix products the step adds 0.81 us instead of 1.61 at M = 1, 0.82 instead
+        # of 1.93 at 64, but 3.36 instead of 2.89 at 256. Two-warp programs lose up to half their
+        # speed to it at M = 16384, since the next launch's programs take their places.
+        pdl=nvidia and int(arch[3:]) >= 90 and m <= 128,
+    )
 
 
 def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16") -> str | None:
@@ -129,29 +158,34 @@ def search_space(
     base = heuristic(arch, m, q_width, k_width, dtype)
     trees = [(base.q_warps, base.k_warps)]
     if not batch_invariant:
-        trees = list(product((1, 2, 4, 8), repeat=2)) if q_width else [(1, w) for w in (1, 2, 4, 8)]
+        trees = list(product((1, 2, 4, 8), repeat=2)) if q_width else [(w, w) for w in (1, 2, 4, 8)]
+    pdls = (False, True) if vendor_of(arch) == "nvidia" else (False,)
     found = {}
     for (q_warps, k_warps), groups, rows, separate in product(
         trees, (1, 2, 4), (1, 2, 4), (True, False)
     ):
-        num_warps = max(q_warps if q_width else 1, k_warps) * groups
-        q_rows, k_rows = (max(1, num_warps // w) * rows for w in (q_warps, k_warps))
+        num_warps = max(q_warps, k_warps) * groups
+        q_rows, k_rows = (num_warps // w * rows for w in (q_warps, k_warps))
         if not separate:
             q_rows = k_rows = max(q_rows, k_rows)
-        shape = replace(
-            base,
-            q_rows=q_rows,
-            k_rows=k_rows,
-            q_warps=q_warps,
-            k_warps=k_warps,
-            num_warps=num_warps,
-            separate=separate,
-        )
-        for hoist, evict, persistent in product((True, False), (True, False), (False, True)):
-            config = replace(shape, hoist_weight=hoist, evict_first=evict, persistent=persistent)
+        for hoist, evict, persistent, pdl in product(
+            (True, False), (True, False), (False, True), pdls
+        ):
+            config = Config(
+                q_rows, k_rows, q_warps, k_warps, num_warps, separate, persistent, hoist, evict, pdl
+            )
             if rows <= m and check(config, arch, q_width, k_width, dtype) is None:
                 found[config] = None
     return list(found)
+
+
+def resident(config: Config, compute_units: int) -> int:
+    """Programs that a card holds at once at 64 registers a thread: 32 warps a compute unit.
+
+    Persistent programs lost on the H200 at every M (37.1 us against 34.3 at M = 16384), so no
+    heuristic chooses them.
+    """
+    return compute_units * max(1, 32 // config.num_warps)
 
 
 def programs(config: Config, m: int, q_width: int, resident: int) -> int:

@@ -238,6 +238,9 @@ def kernel_signature(
     chosen = constants(
         config, arch, q_width, k_width, dtype, q_aligned=q_aligned, k_aligned=k_aligned
     )
+    # float32 results want eps in float64; for others its conversion would only lengthen the wait
+    # between the row's sum and its first output.
+    eps = "fp64" if dtype == "fp32" else "fp32"
     signature = {
         "q": f"*{dtype}",
         "q_weight": f"*{q_weight}",
@@ -250,8 +253,8 @@ def kernel_signature(
         "q_out_stride": "i64",
         "k_out_stride": "i64",
         "m": "i32",
-        "q_eps": "fp64",
-        "k_eps": "fp64",
+        "q_eps": eps,
+        "k_eps": eps,
         **dict.fromkeys(chosen, "constexpr"),
     }
     if strides_of_16 is None:
