@@ -143,9 +143,16 @@ def test_quantised_kernels(arch, quant, made_quantised):
     scale = groups.abs().amax(-1) / encoding.maximum
     got_scale = found.q.scale.double().reshape(scale.shape)
     assert torch.allclose(got_scale, scale, rtol=3e-7, atol=0)
-    scaled = (groups / got_scale.unsqueeze(-1)).clamp(-encoding.maximum, encoding.maximum)
-    want = fp8.encode(scaled.float().reshape(y.shape), encoding).view(torch.uint8)
-    assert (found.q.values.view(torch.uint8) == want).double().mean() >= 0.9999
+    exact = (groups / got_scale.unsqueeze(-1)).clamp(-encoding.maximum, encoding.maximum)
+    exact = exact.reshape(y.shape)
+    got = found.q.values.double()
+    # FP8 has so few bits that float32's last ulps show wherever a value lies between two codes:
+    # what differs from the exact rounding must be such a tie, and rare.
+    want = fp8.encode(exact.float(), encoding).double()
+    differs = got != want
+    assert differs.double().mean() < 5e-4
+    tie = (got + want)[differs] / 2
+    assert torch.allclose(exact[differs], tie, rtol=1e-6, atol=0)
 
 
 def faulty(arch: str, fault: str, n_warps: int = 4):
