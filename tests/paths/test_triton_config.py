@@ -10,7 +10,8 @@ from mlakit.paths import triton_config
 from mlakit.paths.triton_config import Config, check, heuristic, search_space
 
 ARCHES = archs.known()
-WIDTHS = sorted({(m.q_lora_rank, m.kv_lora_rank) for m in shapes.models()}) + [
+WIDTHS = [
+    *sorted({(m.q_lora_rank, m.kv_lora_rank) for m in shapes.models()}),
     (1, 1), (769, 33), (0, 511), (8192, 8193), (16384, 16383), (24, 16384),
 ]  # fmt: skip
 ROWS = (1, 2, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 65535, 65536, 65537, 1_000_000)
