@@ -36,10 +36,8 @@ from mlakit.timing.buffers import Slot
 
 DELETED = "no_step"
 TWICE = "twice:"
-LANES = (
-    "torch_native torch_rms_norm torch_rms_norm_copied dual_stream inductor triton_fused "
-    f"{DELETED} {TWICE}torch_rms_norm {TWICE}triton_fused"
-).split()
+_PATHS = "torch_native torch_rms_norm torch_rms_norm_copied dual_stream inductor triton_fused"
+LANES = [*_PATHS.split(), DELETED, *(TWICE + name for name in _PATHS.split())]
 """``no_step`` passes q and k on as they are; ``twice:`` runs a path, then runs it again."""
 BASE = "torch_rms_norm"
 ROOM = 64
@@ -260,8 +258,9 @@ def measure(
 def _cell(stack: Stack, batch: int, arch: str, paths: tuple[str, ...], cache: str = "hot") -> Cell:
     d = stack.dims
     return Cell(
-        arch, batch, d.q_lora_rank, d.kv_lora_rank, paths, d.rope, eps=d.eps, budget_s=1.5,
-        clock="cpu" if stack.device == "cpu" else "graph", cache=cache,
+        arch, batch, d.q_lora_rank, d.kv_lora_rank, paths, d.rope, eps=d.eps, cache=cache,
+        clock="cpu" if stack.device == "cpu" else "graph",
+        budget_s=0.4 if stack.device == "cpu" else 1.5,
         dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stack.dtype, "fp32"),
     )  # fmt: skip
 
@@ -280,15 +279,18 @@ def summarise(result: dict, base: str = BASE) -> list[dict]:
     """One row a batch and lane of what ``measure`` returned (or a file of it); us and tokens/s.
 
     ``cost_us`` is what the lane's step adds to a layer, over ``no_step``; ``gain`` is base's step
-    time over the lane's, paired by round; ``again_us`` what running the path once more costs a
-    layer. ``saved_us`` is a layer's saving against base in the stack, ``saved_micro_us`` the same
-    predicted from the step alone with a hot cache (its rows were just written). Each ``_lo`` and
-    ``_hi`` is a 95 % bootstrap interval.
+    time over the lane's, paired by round. ``saved_us`` is a layer's saving against base in the
+    stack; ``saved_micro_us`` and ``gain_predicted`` are the same from the step alone with a hot
+    cache, ``saved_cold_us`` with a cold one. The stack is neither: rows were just written, norm
+    weights were last read a whole step ago. Running the path once more right away, ``again_us``
+    a layer, takes that difference out, and ``saved_again_us`` is the saving then. Each ``_lo``
+    and ``_hi`` is a 95 % bootstrap interval.
     """
     rows, layers = [], result["layers"]
     for key, samples in result["samples_us"].items():
         taken = {lane: np.asarray(v) for lane, v in samples.items()}
-        micro = result["micro_us"].get(key, {}).get("hot", {})
+        hot, cold = (result["micro_us"].get(key, {}).get(c, {}) for c in ("hot", "cold"))
+        base_us = float(np.median(taken[base])) if base in taken else 0.0
         for lane, us in taken.items():
             time_us = stats.median_interval(us)
             row = {
@@ -306,9 +308,18 @@ def summarise(result: dict, base: str = BASE) -> list[dict]:
             if base in taken:
                 n = min(len(us), len(taken[base]))
                 _put(row, "gain", stats.paired_ratio(taken[base][:n], us[:n]))
-            if lane in micro and base in micro:
-                row["saved_micro_us"] = micro[base] - micro[lane]
-                row["alone_us"] = micro[lane]
+            names = (TWICE + base, base, TWICE + lane, lane)
+            if lane != base and all(n in taken for n in names):
+                four = [taken[name] for name in names]
+                n = min(len(v) for v in four)
+                more = (four[0][:n] - four[1][:n]) - (four[2][:n] - four[3][:n])
+                _put(row, "saved_again_us", stats.median_interval(more / layers))
+            if lane in hot and base in hot:
+                row["alone_us"] = hot[lane]
+                row["saved_micro_us"] = hot[base] - hot[lane]
+                row["gain_predicted"] = base_us / (base_us - layers * row["saved_micro_us"])
+            if lane in cold and base in cold:
+                row["saved_cold_us"] = cold[base] - cold[lane]
             rows.append(row)
     return rows
 
@@ -348,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     result["model"] = given.model
     Path(given.out).write_text(json.dumps(result), encoding="utf-8")
-    shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi cost_us saved_us saved_micro_us"
+    shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi gain_predicted cost_us again_us"
+    shown += " alone_us saved_us saved_micro_us saved_cold_us saved_again_us"
     print(shown.replace(" ", "\t"))
     for row in summarise(result):
         values = (row.get(c) for c in shown.split())

@@ -18,6 +18,7 @@ def result(saved_alone: float, arch: str = "sm_90") -> dict:
         "triton_fused": base + 61 * 3,
         "no_step": base,
         "twice:triton_fused": base + 61 * 6,
+        "twice:torch_rms_norm": base + 61 * 10,
     }
     return {
         "schema": 1, "evidence": "measured", "started_at": "2026-01-01T00:00:00+00:00",
@@ -31,10 +32,14 @@ def test_the_prediction_is_held_against_the_measurement():
     near, far = (tokens.frame(result(s)) for s in (2.2, 4.0))
     row = near[near["lane"] == "triton_fused"].iloc[0]
     assert row["off"] == pytest.approx(0.1)
+    assert row["saved_again_us"] == pytest.approx(5 - 3)
+    assert row["off_again"] == pytest.approx(0.1)
+    assert row["gain_predicted"] == pytest.approx(1 + 61 * 2.2 / (7019.5 + 305), rel=2e-3)
     said = tokens.verdict(result(2.2), near, "sm_90")
     assert "triton_fused makes" in said[0]
     assert "measured on a card, 61 attention layers" in said[0]
     assert "1 of 1 savings within 20%" in said[1]
+    assert "it predicted 1 of 1" in said[2]
     assert "0 of 1 savings within 20%" in tokens.verdict(result(4.0), far, "sm_90")[1]
 
 
