@@ -44,7 +44,7 @@ def _say(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{html.escape(text)}</p>'
 
 
-def _explorer(title: str, controls: dict, view: Callable[..., str]) -> VBox:
+def _explorer(key: str, title: str, controls: dict, view: Callable[..., str]) -> VBox:
     """Controls above, ``view(**their values)`` below; a refusal is one line, never a traceback."""
     import ipywidgets as w
 
@@ -59,7 +59,7 @@ def _explorer(title: str, controls: dict, view: Callable[..., str]) -> VBox:
 
     for name, control in controls.items():
         control.style.description_width = "initial"
-        control.add_class(f"mlakit-{name}")
+        control.add_class(f"mlakit-{key}-{name}")
         control.observe(refresh, "value")
     refresh()
     flow = w.Layout(flex_flow="row wrap")
@@ -102,7 +102,7 @@ def dispatch(arch: str = "gfx950") -> VBox:
         "before": _choice("rule", rules, "sglang_before_fix"),
         "after": _choice("against", rules, "sglang_after_fix"),
     }
-    return _explorer("Which path, and why", controls, dispatch_view)
+    return _explorer("dispatch", "Which path, and why", controls, dispatch_view)
 
 
 def dispatch_view(
@@ -134,10 +134,8 @@ def dispatch_view(
         for r, e in found.items()
     ]
     old, new = found[before].choice, found[after].choice
-    if (old.path, old.launches) == (new.path, new.launches):
-        said = f"No difference: both take {new.path} ({new.launches} launches)."
-    else:
-        said = f"{old.path} ({old.launches} launches) becomes {new.path} ({new.launches})."
+    was, is_now = (f"{c.path} (launches: {c.launches})" for c in (old, new))
+    said = f"{was} becomes {is_now}." if was != is_now else f"No difference: both take {was}."
     frame = pd.DataFrame([{"context": f"{arch}, M = {m}", "policy": r["rule"], **r} for r in rows])
     here = found[after].here
     return (
@@ -198,7 +196,7 @@ def speed(rows: pd.DataFrame | None = None) -> VBox:
         "hidden": _choice("q + kv", pairs, "1536+512" if "1536+512" in pairs else None),
         "evidence": w.SelectMultiple(description="evidence", options=kinds, value=tuple(kinds)),
     }
-    return _explorer("How fast", controls, lambda **given: speed_view(found, **given))
+    return _explorer("speed", "How fast", controls, lambda **given: speed_view(found, **given))
 
 
 def _pair(row) -> str:
@@ -265,7 +263,7 @@ def drift() -> VBox:
         "model": _choice("model", _models(), "DeepSeek-V3"),
         "m": w.SelectionSlider(description="rows M", options=[16, 64, 256, 512], value=64),
     }
-    return _explorer("How far from float64", controls, drift_view)
+    return _explorer("drift", "How far from float64", controls, drift_view)
 
 
 def drift_view(one: str, other: str, family: str, dtype: str, model: str, m: int) -> str:
@@ -318,7 +316,7 @@ def codegen(arch: str = "gfx950", other: str = "gfx942") -> VBox:
         "m": w.SelectionSlider(description="rows M", options=[1, 64, 1024, 8192], value=64),
         "build": w.ToggleButton(description="compile (seconds, once)"),
     }
-    return _explorer("What the compiler makes of it", controls, codegen_view)
+    return _explorer("codegen", "What the compiler makes of it", controls, codegen_view)
 
 
 def codegen_view(arch: str, other: str, model: str, quant: str, m: int, build: bool) -> str:
@@ -373,7 +371,7 @@ def tokens() -> VBox:
     }
     for slider in controls.values():
         slider.layout = wide
-    return _explorer("From microseconds to tokens", controls, tokens_view)
+    return _explorer("tokens", "From microseconds to tokens", controls, tokens_view)
 
 
 def tokens_view(saved_us: float, layers: int, tokens_per_s: float, claimed: float) -> str:

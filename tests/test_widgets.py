@@ -1,0 +1,139 @@
+"""The explorers' views: what a control changes, what is refused, and that nothing is hidden."""
+
+import pandas as pd
+import pytest
+
+from mlakit import widgets
+from mlakit.context import Context
+from mlakit.dispatch import policies
+from mlakit.drift.ulp import compare
+from mlakit.errors import MisuseError
+from mlakit.inputs import make
+from mlakit.records import TIMING_COLUMNS
+from mlakit.rounding import ROUNDINGS, oracle
+from mlakit.shapes import parse_hidden
+
+
+def rows(times: dict[str, list[float]], batches=(1, 64, 4096), **more) -> pd.DataFrame:
+    """Timing rows of one lane: a path's times in microseconds, one a batch."""
+    base = dict.fromkeys(TIMING_COLUMNS) | {"device": "a card", "arch": "sm_90", "status": "ok"}
+    base |= {"evidence": "recorded", "dtype": "bf16", "quant": "none", "layout": "split"}
+    base |= {"clock": "graph", "cache": "cold", "q_lora_rank": 1536, "kv_lora_rank": 512} | more
+    found = []
+    for path, values in times.items():
+        for m, us, base_us in zip(batches, values, times["torch_rms_norm"], strict=True):
+            ratio = base_us / us
+            found.append(base | {"m": m, "path_ran": path, "p50_us": us, "p20_us": us * 0.9})
+            found[-1] |= {"p80_us": us * 1.1, "ratio": ratio, "ratio_lo": ratio * 0.9}
+            found[-1] |= {"ratio_hi": ratio * 1.1, "bytes_moved": m * 8192, "gbps": m * 8.192 / us}
+    return pd.DataFrame(found)
+
+
+TIMES = {"torch_rms_norm": [4.0, 4.0, 40.0], "triton_fused": [5.0, 3.0, 20.0]}
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_dispatch_shows_what_the_rules_say(arch):
+    page = widgets.dispatch_view(arch, aiter=True)
+    call = Context(arch=arch, use_aiter=True, aiter_api="pair")
+    for rule in ("sglang_before_fix", "sglang_after_fix"):
+        choice = policies.choose(call, rule)
+        assert f"{choice.path} (launches: {choice.launches})" in page
+
+
+def test_a_second_stream_changes_the_answer():
+    rule = {"before": "sglang_after_fix", "after": "sglang_0_5_12"}
+    calm = widgets.dispatch_view("gfx950", aiter=True, **rule)
+    split = widgets.dispatch_view("gfx950", aiter=True, capture=True, second_stream=True, **rule)
+    assert "No difference" in calm
+    assert "becomes" in split
+
+
+def test_a_call_that_cannot_be_is_refused():
+    with pytest.raises(MisuseError, match="AITER runs on AMD cards only"):
+        widgets.dispatch_view("sm_90", aiter=True)
+
+
+def test_an_explorer_shows_a_refusal_as_one_line():
+    pytest.importorskip("ipywidgets")
+    box = widgets.dispatch()
+    controls = {c.description: c for c in box.children[1].children}
+    assert "Every path" in box.children[2].value
+    controls["arch"].value = "sm_90"
+    assert "AITER runs on AMD cards only" in box.children[2].value
+    assert "Traceback" not in box.children[2].value
+    controls["AITER in use"].value = False
+    assert "Every path" in box.children[2].value
+
+
+def test_crossover_is_a_sentence_of_stretches():
+    said = widgets.crossover(rows(TIMES))
+    assert said == "Fastest (recorded): torch_rms_norm from M = 1, triton_fused from M = 64."
+
+
+def test_nothing_of_different_devices_or_clocks_shares_a_figure():
+    both = pd.concat([rows(TIMES), rows(TIMES, clock="eager"), rows(TIMES, device="another")])
+    found = widgets.lanes(both)
+    assert len(found) == 3
+    assert all(part["device"].nunique() == part["clock"].nunique() == 1 for part in found.values())
+
+
+def test_evidence_is_a_filter():
+    found = widgets.lanes(rows(TIMES))
+    (lane,) = found
+    page = widgets.speed_view(found, lane, "heat map", "1536+512", ("recorded",))
+    assert "<img alt=" in page
+    page = widgets.speed_view(found, lane, "heat map", "1536+512", ("measured",))
+    assert "<img" not in page
+    assert "No row has the evidence" in page
+
+
+@pytest.mark.parametrize("figure", widgets.VIEWS)
+def test_every_speed_figure_draws(figure):
+    found = widgets.lanes(rows(TIMES))
+    page = widgets.speed_view(found, next(iter(found)), figure, "1536+512", ("recorded",))
+    assert 'alt="' in page
+
+
+def test_without_rows_the_speed_explorer_says_how_to_get_them():
+    pytest.importorskip("ipywidgets")
+    box = widgets.speed(pd.DataFrame(columns=TIMING_COLUMNS))
+    assert "mlakit sweep" in box.children[2].value
+
+
+def test_drift_figures_are_those_of_the_oracle():
+    given = make(16, parse_hidden("DeepSeek-V3"), "bf16", family="outlier")
+    got = ROUNDINGS["truncate"].formula(given.q, given.q_weight, given.q_eps)
+    want = compare(got, oracle(given.q, given.q_weight, given.q_eps))
+    ways = ("path: torch_native", "formula: truncate")
+    page = widgets.drift_view(*ways, "outlier", "bf16", "DeepSeek-V3", 16)
+    assert f"{want.signed_bias:.4g}" in page
+    assert "measured" in page
+    assert "emulated" in page
+
+
+def test_codegen_compiles_only_when_asked():
+    given = {"model": "DeepSeek-V3", "quant": "none", "m": 64}
+    page = widgets.codegen_view("gfx950", "gfx942", build=False, **given)
+    assert "heuristic" in page
+    assert "lines differ" not in page
+    pytest.importorskip("triton")
+    page = widgets.codegen_view("gfx950", "gfx942", build=True, **given)
+    assert "hardware" in page  # gfx950 converts to bf16 in hardware, gfx942 does not
+    assert "software" in page
+    assert "lines differ" in page
+
+
+def test_first_paint_needs_no_measurement_and_no_compiler(monkeypatch):
+    """Neither may be started by opening the explorers: that is what would make them slow."""
+    pytest.importorskip("ipywidgets")
+    from mlakit.codegen import compile as compiler
+    from mlakit.timing import measure
+
+    def refuse(*_, **__):
+        raise AssertionError("opening an explorer started work")
+
+    monkeypatch.setattr(compiler, "compile_many", refuse)
+    monkeypatch.setattr(measure, "measure_cell", refuse)
+    for explorer in (widgets.dispatch, widgets.speed, widgets.drift, widgets.codegen):
+        assert len(explorer().children[2].value) > 100
