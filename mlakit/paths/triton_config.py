@@ -110,8 +110,8 @@ def heuristic(
         hoist_weight=True,
         # 2.04 us against 2.11 at M = 64; from M = 2048 on it costs: 132.2 against 129.2 at 65536.
         evict_first=nvidia and m <= 1024,
-        # Between two matrix products the step adds 0.81 us instead of 1.61 at M = 1, 0.82 instead
-        # of 1.93 at 64, but 3.36 instead of 2.89 at 256. Two-warp programs lose up to half their
+        # Between two matrix products the step adds 0.83 us instead of 1.63 at M = 1, 0.84 instead
+        # of 1.95 at 64, but 3.33 instead of 2.86 at 256. Two-warp programs lose up to half their
         # speed to it at M = 16384, since the next launch's programs take their places.
         pdl=nvidia and int(arch[3:]) >= 90 and m <= 128,
     )
