@@ -462,12 +462,17 @@ def test_scalar_instructions():
         ("s_ashr_i32 s0, s2, 1", 0xFFFFFFFF), ("s_lshr_b32 s0, s2, 31", 1),
         ("s_bfe_u32 s0, s2, 0x40004", 0xF), ("s_bfe_i32 s0, s2, 0x40001", 0xFFFFFFFF),
         ("s_min_i32 s0, s2, s3", 0xFFFFFFFE), ("s_max_u32 s0, s2, s3", 0xFFFFFFFE),
-        ("s_pack_ll_b32_b16 s0, s2, s3", 0x0003FFFE), ("s_bcnt1_i32_b32 s0, s2", 31),
+        ("s_pack_ll_b32_b16 s0, s2, s3", 0x0003FFFE), ("s_xor_b32 s0, s2, s3", 0xFFFFFFFD),
         ("s_lshl2_add_u32 s0, s3, 5", 17), ("s_brev_b32 s0, 1", 0x80000000),
         ("s_movk_i32 s0, 0x7fff", 0x7FFF), ("s_sext_i32_i16 s0, s2", 0xFFFFFFFE),
     ):  # fmt: skip
         execute(w, text)
         assert w.s[0, 0] == want, text
+    w.s[4], w.s[5] = 0x000F0000, 0xFFFFFFFF
+    execute(w, "s_bfe_i64 s[0:1], s[4:5], 0x40010")
+    assert (w.s[0, 0], w.s[1, 0]) == (0xFFFFFFFF, 0xFFFFFFFF)
+    execute(w, "s_bfe_i64 s[0:1], s[4:5], 0x50010")
+    assert (w.s[0, 0], w.s[1, 0]) == (15, 0)
     execute(w, "s_cmp_lt_i32 s2, s3")
     assert w.scc.all()
     execute(w, "s_cmp_lt_u32 s2, s3")

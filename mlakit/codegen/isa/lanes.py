@@ -160,12 +160,6 @@ def permlane16(waves: Waves, i: Instruction) -> None:
         waves.write(dst, moved, valid)
 
 
-def permlane64(waves: Waves, i: Instruction) -> None:
-    """v_permlane64_b32: the two halves of a 64-lane wave change places (nothing for 32 lanes)."""
-    bits = waves.vgpr(i.operands[1].index)
-    waves.write(i.operands[0], np.roll(bits, 32, 1) if waves.lanes == 64 else bits)
-
-
 def permlane_swap(waves: Waves, i: Instruction) -> None:
     """v_permlane16_swap_b32 / v_permlane32_swap_b32: odd rows of dst for even rows of src."""
     size = 16 if "permlane16" in i.name else 32
@@ -231,7 +225,6 @@ HANDLERS = {
     "v_writelane_b32": (writelane, _NONE),
     "v_permlane16_b32": (permlane16, frozenset(["op_sel"])),
     "v_permlanex16_b32": (permlane16, frozenset(["op_sel"])),
-    "v_permlane64_b32": (permlane64, _NONE),
     "v_permlane16_swap_b32": (permlane_swap, _NONE),
     "v_permlane32_swap_b32": (permlane_swap, _NONE),
     "ds_bpermute_b32": (bpermute, _OFFSET),

@@ -102,15 +102,6 @@ def to_f16(x: np.ndarray, saturate: bool = False) -> np.ndarray:
     return half
 
 
-def to_f16_toward_zero(x: np.ndarray) -> np.ndarray:
-    """float16 of float32, cut toward zero."""
-    half = np.asarray(x, F32).astype(np.float16)
-    too_far = np.abs(half.astype(F32)) > np.abs(x)
-    return np.where(too_far, half.view(np.uint16) - np.uint16(1), half.view(np.uint16)).view(
-        np.float16
-    )
-
-
 def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float64 a + b and the exact error of that sum (Knuth)."""
     total = np.atleast_1d(a + b)

@@ -11,9 +11,10 @@ import re
 import numpy as np
 
 from mlakit.codegen.isa import numbers
+from mlakit.codegen.isa.alu import maximum, minimum
 from mlakit.codegen.isa.parse import EmulationError, Instruction, Operand, const_bits
 from mlakit.codegen.isa.state import Waves
-from mlakit.codegen.isa.vector import maximum, minimum, source
+from mlakit.codegen.isa.vector import source
 
 U16, U32, F16, F32 = np.uint16, np.uint32, np.float16, np.float32
 _BINARY = {
@@ -135,7 +136,7 @@ def _insert(waves: Waves, dst: Operand, bits: np.ndarray, shift: int, size: int)
 
 
 def convert_pair(waves: Waves, i: Instruction) -> None:
-    """v_cvt_pk_{bf16,f16}_f32, v_cvt_pkrtz_f16_f32, v_pack_b32_f16: two values to one register."""
+    """v_cvt_pk_{bf16,f16}_f32, v_pack_b32_f16: two values to one register."""
     if i.name == "v_pack_b32_f16":
         a, b = (source(waves, i, k, i.operands[1 + k], "b16")[0] for k in (0, 1))
     else:
@@ -143,8 +144,7 @@ def convert_pair(waves: Waves, i: Instruction) -> None:
         if "bf16" in i.name:
             a, b = numbers.to_bf16(a), numbers.to_bf16(b)
         else:
-            cut = numbers.to_f16_toward_zero if "pkrtz" in i.name or "pk_rtz" in i.name else None
-            a, b = ((cut or numbers.to_f16)(x).view(U16) for x in (a, b))
+            a, b = (numbers.to_f16(x).view(U16) for x in (a, b))
     waves.write(i.operands[0], a.astype(U32) | b.astype(U32) << U32(16))
 
 
@@ -198,21 +198,6 @@ def convert_eight(waves: Waves, i: Instruction) -> None:
         waves.write_vgpr(dst.index + k, word)
 
 
-def convert_from_fp8(waves: Waves, i: Instruction) -> None:
-    """v_cvt_f32_{fp8,bf8} and v_cvt_pk_f32_{fp8,bf8}: one byte or two to float32."""
-    bits = waves.read(i.operands[1], "b32")
-    select = i.mods.get("src0_sel") or "BYTE_" + i.mods.get("byte_sel", "0")
-    high = i.bits("op_sel", 0, 2)[0] if "op_sel" in i.mods else 0
-    pair = "_pk_" in i.name
-    first = (2 * (high or int(select == "WORD_1"))) if pair else int(select[-1])
-    for k in range(2 if pair else 1):
-        code = (bits >> U32(8 * (first + k))) & U32(0xFF)
-        value = numbers.from_minifloat(code, _fp8(waves, i.name))
-        waves.write_vgpr(
-            i.operands[0].index + k, np.broadcast_to(value, waves.exec.shape).view(U32)
-        )
-
-
 _PACKED = re.compile(
     r"v_pk_(?:(?:add|mul|fma|max|min|maximum|minimum)_(?:num_)?(?:f16|bf16|f32)"
     r"|(?:add|sub|max|min|mad|mul_lo|lshlrev|lshrrev|ashrrev)_[ui]16|(?:lshl|lshr)rev_b16|mov_b32)"
@@ -225,12 +210,11 @@ _FAMILIES = (
         fma_mix,
         _PICK | {"op_sel_hi", "clamp"},
     ),
-    (re.compile(r"v_cvt_pk_(bf16|f16)_f32|v_cvt_pk_?rtz_f16_f32"), convert_pair, frozenset()),
+    (re.compile(r"v_cvt_pk_(bf16|f16)_f32"), convert_pair, frozenset()),
     (re.compile(r"v_pack_b32_f16"), convert_pair, _PICK),
     (re.compile(r"v_cvt_pk_(fp8|bf8)_f32"), convert_fp8_pair, _PICK),
     (re.compile(r"v_cvt_scalef32_pk_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_fp8_pair, _PICK),
     (re.compile(r"v_cvt_scalef32_pk8_(fp8|bf8|fp4)_(f32|f16|bf16)"), convert_eight, frozenset()),
-    (re.compile(r"v_cvt_(pk_)?f32_(fp8|bf8)"), convert_from_fp8, _PICK | {"src0_sel", "byte_sel"}),
 )
 
 

@@ -77,17 +77,17 @@ def parse_operand(text: str) -> Operand:
     inner = text
     if inner.startswith("sext("):
         inner, sext = inner[5:-1], True
-    if re.match(r"-[|vsta]", inner) or inner.startswith("neg("):
+    if re.match(r"-[|vst]", inner) or inner.startswith("neg("):
         inner, neg = inner.removeprefix("neg(").removeprefix("-").rstrip(")"), True
     if inner.startswith("lit64("):
         inner = text = inner[6:-1]
     if inner.startswith("|"):
         inner, absolute = inner.strip("|"), True
     mods = dict(neg=neg, absolute=absolute, sext=sext, text=text)
-    m = re.fullmatch(r"(v|s|ttmp|a)(\d+)(?:\.([lh]))?", inner)
+    m = re.fullmatch(r"(v|s|ttmp)(\d+)(?:\.([lh]))?", inner)
     if m:
         kind, index, count = m.group(1), int(m.group(2)), 1
-    elif m := re.fullmatch(r"(v|s|ttmp|a)\[(\d+):(\d+)\]()", inner):
+    elif m := re.fullmatch(r"(v|s|ttmp)\[(\d+):(\d+)\]()", inner):
         kind, index = m.group(1), int(m.group(2))
         count = int(m.group(3)) - index + 1
     if m:
@@ -157,6 +157,8 @@ def parse_program(asm: str) -> Program:
         raise EmulationError("no .amdhsa_kernel in the assembly: this is not an AMD kernel")
     name = kernel.group(1)
     body = asm[re.search(rf"^{re.escape(name)}:", asm, re.M).start() :]
+    # AGPRs are the upper part of one register file (LLVM, ".amdhsa_accum_offset").
+    accum = int(found.group(1)) if (found := re.search(r"accum_offset\s+(\d+)", asm)) else 0
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     files: dict[str, str] = {}
@@ -176,5 +178,7 @@ def parse_program(asm: str) -> Program:
         elif line.startswith(".section"):
             break
         elif line and not line.startswith("."):
+            if accum:
+                line = re.sub(r"\ba(\d+)\b", lambda m: f"v{int(m.group(1)) + accum}", line)
             instructions.append(parse_instruction(line, source))
     return Program(name, instructions, labels)

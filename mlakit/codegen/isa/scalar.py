@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 
-from mlakit.codegen.isa.numbers import fma, from_bf16, to_f16
+from mlakit.codegen.isa.numbers import fma
 from mlakit.codegen.isa.parse import EmulationError, Instruction
 from mlakit.codegen.isa.state import DTYPES, Waves
 
-U32, U64, I32 = np.uint32, np.uint64, np.int32
+U32, U64, I32, I64, F32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
 IGNORED = re.compile(
     r"s_nop|s_waitcnt\w*|s_wait_(?!event)\w+|s_delay_alu|s_clause|s_sendmsg|s_setprio|s_sleep|"
     r"s_inst_prefetch|s_set_inst_prefetch_distance|s_code_end|s_icache_inv|s_ttracedata|"
@@ -51,10 +51,10 @@ def _bfe_signed(a, b):
     return np.where(width == 0, I32(0), field).astype(I32)
 
 
-def _bfe64(a, b):
-    shift, width = b & U32(63), (b >> U32(16)) & U32(127)
-    mask = np.where(width >= 64, U64(2**64 - 1), (U64(1) << (width & U32(63))) - U64(1))
-    return (a >> shift.astype(U64)) & mask
+def _bfe_signed64(a, b):
+    width = ((b >> U32(16)) & U32(127)).astype(np.int64)
+    up = np.clip(64 - width - (b & U32(63)), 0, 63)
+    return np.where(width == 0, 0, (a << up) >> np.minimum(64 - width, 63))
 
 
 def _lshl_add(n):
@@ -65,53 +65,29 @@ def _lshl_add(n):
     return run
 
 
-def _popcount(a):
-    return np.bitwise_count(a).astype(U32)
+def _reverse(a):
+    return np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()], U32)
 
 
-def _first_bit(a):
-    low = a & (~a + a.dtype.type(1))
-    return np.where(a == 0, U32(0xFFFFFFFF), np.bitwise_count(low - a.dtype.type(1))).astype(U32)
+def _high_half(a):
+    return (a >> U32(16)).astype(np.uint16).view(np.float16).astype(F32)
 
 
-def _logic():
-    table = {}
-    functions = {
-        "and": lambda a, b: a & b,
-        "or": lambda a, b: a | b,
-        "xor": lambda a, b: a ^ b,
-        "andn2": lambda a, b: a & ~b,
-        "and_not1": lambda a, b: a & ~b,
-        "orn2": lambda a, b: a | ~b,
-        "or_not1": lambda a, b: a | ~b,
-        "nand": lambda a, b: ~(a & b),
-        "nor": lambda a, b: ~(a | b),
-        "xnor": lambda a, b: ~(a ^ b),
-    }
-    for name, f in functions.items():
-        for size in ("32", "64"):
-            u = "u" + size
-            table[f"s_{name}_b{size}"] = (u, (u, u), f, "nonzero")
-    for size in ("32", "64"):
-        u, count = "u" + size, int(size) - 1
-        dtype = U32 if size == "32" else U64
-        shift = {
-            "lshl": lambda a, b, d=dtype, c=count: a << (b & U32(c)).astype(d),
-            "lshr": lambda a, b, d=dtype, c=count: a >> (b & U32(c)).astype(d),
-        }
-        for name, f in shift.items():
-            table[f"s_{name}_b{size}"] = (u, (u, "u32"), f, "nonzero")
-        table[f"s_not_b{size}"] = (u, (u,), lambda a: ~a, "nonzero")
-        table[f"s_bcnt1_i32_b{size}"] = ("u32", (u,), _popcount, "nonzero")
-        for name in (f"s_ff1_i32_b{size}", f"s_ctz_i32_b{size}"):
-            table[name] = ("u32", (u,), _first_bit, None)
-    return table
-
-
-_BOTH = "pair"
-_U, _I, _F = ("u32", "u32"), ("i32", "i32"), ("f32", "f32")
+_BOTH, _NONZERO = "pair", "nonzero"
+_LOGIC = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "andn2": lambda a, b: a & ~b,
+    "and_not1": lambda a, b: a & ~b,
+    "orn2": lambda a, b: a | ~b,
+    "or_not1": lambda a, b: a | ~b,
+    "nand": lambda a, b: ~(a & b),
+    "nor": lambda a, b: ~(a | b),
+    "xnor": lambda a, b: ~(a ^ b),
+}
+_U, _I, _F, _U64 = ("u32", "u32"), ("i32", "i32"), ("f32", "f32"), ("u64", "u64")
 ALU = {
-    **_logic(),
     "s_add_u32": ("u32", _U, _carry, _BOTH),
     "s_sub_u32": ("u32", _U, _borrow, _BOTH),
     "s_add_i32": ("i32", _I, _signed(np.add), _BOTH),
@@ -121,67 +97,49 @@ ALU = {
     "s_mulk_i32": ("u32", _U, lambda a, b: a * b, None),
     "s_mul_hi_u32": ("u32", _U, lambda a, b: (a.astype(U64) * b >> U64(32)).astype(U32), None),
     "s_mul_hi_i32": ("i32", _I, lambda a, b: (a.astype(np.int64) * b >> 32).astype(I32), None),
-    "s_mul_u64": ("u64", ("u64", "u64"), lambda a, b: a * b, None),
-    "s_add_nc_u64": ("u64", ("u64", "u64"), lambda a, b: a + b, None),
-    "s_sub_nc_u64": ("u64", ("u64", "u64"), lambda a, b: a - b, None),
-    "s_ashr_i32": ("i32", ("i32", "u32"), lambda a, b: a >> (b & U32(31)).astype(I32), "nonzero"),
-    "s_ashr_i64": (
-        "i64",
-        ("i64", "u32"),
-        lambda a, b: a >> (b & U32(63)).astype(np.int64),
-        "nonzero",
-    ),
-    "s_bfe_u32": ("u32", _U, _bfe, "nonzero"),
-    "s_bfe_i32": ("i32", ("i32", "u32"), _bfe_signed, "nonzero"),
-    "s_bfe_u64": ("u64", ("u64", "u32"), _bfe64, "nonzero"),
-    "s_bfm_b32": (
-        "u32",
-        _U,
-        lambda a, b: ((U32(1) << (a & U32(31))) - U32(1)) << (b & U32(31)),
-        None,
-    ),
+    "s_mul_u64": ("u64", _U64, lambda a, b: a * b, None),
+    "s_add_nc_u64": ("u64", _U64, lambda a, b: a + b, None),
+    "s_sub_nc_u64": ("u64", _U64, lambda a, b: a - b, None),
+    "s_ashr_i32": ("i32", ("i32", "u32"), lambda a, b: a >> (b & U32(31)).astype(I32), _NONZERO),
+    "s_ashr_i64": ("i64", ("i64", "u32"), lambda a, b: a >> (b & U32(63)).astype(I64), _NONZERO),
+    "s_bfe_u32": ("u32", _U, _bfe, _NONZERO),
+    "s_bfe_i32": ("i32", ("i32", "u32"), _bfe_signed, _NONZERO),
+    "s_bfe_i64": ("i64", ("i64", "u32"), _bfe_signed64, _NONZERO),
     "s_min_u32": ("u32", _U, lambda a, b: (np.minimum(a, b), a <= b), _BOTH),
     "s_max_u32": ("u32", _U, lambda a, b: (np.maximum(a, b), a >= b), _BOTH),
     "s_min_i32": ("i32", _I, lambda a, b: (np.minimum(a, b), a <= b), _BOTH),
     "s_max_i32": ("i32", _I, lambda a, b: (np.maximum(a, b), a >= b), _BOTH),
-    "s_abs_i32": ("i32", ("i32",), np.abs, "nonzero"),
-    "s_brev_b32": (
-        "u32",
-        ("u32",),
-        lambda a: np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()], U32),
-        None,
-    ),
+    "s_brev_b32": ("u32", ("u32",), _reverse, None),
     "s_movk_i32": ("i32", ("i32",), lambda a: a, None),
     "s_sext_i32_i16": ("i32", ("u32",), lambda a: a.astype(np.int16).astype(I32), None),
-    "s_sext_i32_i8": ("i32", ("u32",), lambda a: a.astype(np.int8).astype(I32), None),
     "s_pack_ll_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b << U32(16), None),
     "s_pack_lh_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b & U32(0xFFFF0000), None),
-    "s_pack_hh_b32_b16": ("u32", _U, lambda a, b: a >> U32(16) | b & U32(0xFFFF0000), None),
-    "s_pack_hl_b32_b16": ("u32", _U, lambda a, b: a >> U32(16) | b << U32(16), None),
     "s_mul_f32": ("f32", _F, np.multiply, None),
     "s_add_f32": ("f32", _F, np.add, None),
     "s_sub_f32": ("f32", _F, np.subtract, None),
-    "s_max_num_f32": ("f32", _F, np.fmax, None),
-    "s_min_num_f32": ("f32", _F, np.fmin, None),
-    "s_fmac_f32": ("f32", ("f32",) * 3, lambda a, b, d: fma(a, b, d), None),
+    "s_fmac_f32": ("f32", ("f32",) * 3, fma, None),
     "s_fmamk_f32": ("f32", ("f32",) * 3, fma, None),
     "s_fmaak_f32": ("f32", ("f32",) * 3, fma, None),
+    "s_cvt_f32_f16": ("f32", ("f16",), lambda a: a.astype(F32), None),
+    "s_cvt_hi_f32_f16": ("f32", ("u32",), _high_half, None),
     "v_s_rsq_f32": ("f32", ("f32",), lambda a: 1 / np.sqrt(a.astype(np.float64)), None),
     "v_s_rcp_f32": ("f32", ("f32",), lambda a: 1 / a.astype(np.float64), None),
-    "v_s_sqrt_f32": ("f32", ("f32",), lambda a: np.sqrt(a.astype(np.float64)), None),
-    "s_cvt_f32_f16": ("f32", ("f16",), lambda a: a.astype(np.float32), None),
-    "s_cvt_f16_f32": ("u32", ("f32",), lambda a: to_f16(a).view(np.uint16).astype(U32), None),
-    "s_cvt_hi_f32_f16": (
-        "f32",
-        ("u32",),
-        lambda a: (a >> U32(16)).astype(np.uint16).view(np.float16).astype(np.float32),
-        None,
-    ),
-    "s_cvt_f32_u32": ("f32", ("u32",), lambda a: a.astype(np.float32), None),
-    "s_cvt_f32_i32": ("f32", ("i32",), lambda a: a.astype(np.float32), None),
-    "s_cvt_f32_bf16": ("f32", ("u32",), lambda a: from_bf16(a & U32(0xFFFF)), None),
-    **{f"s_lshl{n}_add_u32": ("u32", _U, _lshl_add(n), _BOTH) for n in (1, 2, 3, 4)},
 }
+for _size, _type in (("32", U32), ("64", U64)):
+    _u, _count = "u" + _size, U32(int(_size) - 1)
+    for _name, _f in _LOGIC.items():
+        ALU[f"s_{_name}_b{_size}"] = (_u, (_u, _u), _f, _NONZERO)
+    ALU |= {
+        f"s_lshl_b{_size}": (
+            _u, (_u, "u32"), lambda a, b, c=_count, t=_type: a << (b & c).astype(t), _NONZERO,
+        ),
+        f"s_lshr_b{_size}": (
+            _u, (_u, "u32"), lambda a, b, c=_count, t=_type: a >> (b & c).astype(t), _NONZERO,
+        ),
+        f"s_not_b{_size}": (_u, (_u,), lambda a: ~a, _NONZERO),
+    }  # fmt: skip
+for _n in (1, 2, 3, 4):
+    ALU[f"s_lshl{_n}_add_u32"] = ("u32", _U, _lshl_add(_n), _BOTH)
 _RENAMED = {
     "s_add_co_u32": "s_add_u32",
     "s_sub_co_u32": "s_sub_u32",
@@ -199,17 +157,6 @@ _COMPARE = {
     "ge": np.greater_equal,
     "lt": np.less,
     "le": np.less_equal,
-}
-_SAVEEXEC = {
-    "and": lambda s, e: s & e,
-    "or": lambda s, e: s | e,
-    "xor": lambda s, e: s ^ e,
-    "andn2": lambda s, e: s & ~e,
-    "and_not1": lambda s, e: s & ~e,
-    "orn2": lambda s, e: s | ~e,
-    "or_not1": lambda s, e: s | ~e,
-    "andn1": lambda s, e: ~s & e,
-    "and_not0": lambda s, e: ~s & e,
 }
 
 
@@ -250,16 +197,6 @@ def _copy(waves: Waves, i: Instruction) -> None:
         waves.s_set[dst.index + k] = waves.s_set[src.index + k]
 
 
-def _cmov(waves: Waves, i: Instruction) -> None:
-    kind = "u" + i.name[-2:]
-    if not waves.scc.all():
-        old = waves.read_scalar(i.operands[0], kind)
-        value = np.where(waves.scc, waves.read_scalar(i.operands[1], kind), old)
-    else:
-        value = waves.read_scalar(i.operands[1], kind)
-    waves.write_scalar(i.operands[0], value)
-
-
 def _cselect(waves: Waves, i: Instruction) -> None:
     a, b = (waves.read_scalar(o, "u" + i.name[-2:]) for o in i.operands[1:])
     waves.write_scalar(i.operands[0], np.where(waves.scc, a, b))
@@ -269,7 +206,7 @@ def _saveexec(waves: Waves, i: Instruction) -> None:
     operation, size = re.fullmatch(r"s_(\w+)_saveexec_b(\d+)", i.name).groups()
     kind = "u" + size
     old = waves.pack(waves.exec).astype(U64 if size == "64" else U32)
-    new = _SAVEEXEC[operation](waves.read_scalar(i.operands[1], kind), old)
+    new = _LOGIC[operation](waves.read_scalar(i.operands[1], kind), old)
     waves.write_scalar(i.operands[0], old)
     waves.set_exec(waves.unpack(new.astype(U64)))
     waves.scc = new != 0
@@ -303,8 +240,6 @@ def handler(name: str):
     """The function that runs a scalar instruction, or None if no such instruction is known."""
     if name in ("s_mov_b32", "s_mov_b64"):
         return _copy
-    if re.fullmatch(r"s_cmov_b(32|64)", name):
-        return _cmov
     if _RENAMED.get(name, name) in ALU:
         return _alu
     if _RENAMED.get(name, name) in ("s_addc_u32", "s_subb_u32"):
@@ -312,7 +247,7 @@ def handler(name: str):
     if re.fullmatch(r"s_cselect_b(32|64)", name):
         return _cselect
     m = re.fullmatch(r"s_(\w+)_saveexec_b(32|64)", name)
-    if m and m.group(1) in _SAVEEXEC:
+    if m and m.group(1) in _LOGIC:
         return _saveexec
     m = re.fullmatch(r"s_cmpk?_(\w+)_([ui]32|[ui]64|f32)", name)
     if m and m.group(1) in _COMPARE:
