@@ -14,7 +14,7 @@ import torch
 from mlakit.dispatch.call import qk_rmsnorm
 from mlakit.errors import MisuseError, RefusedError, unknown
 from mlakit.formats import fp8
-from mlakit.paths import registry
+from mlakit.paths import aiter_api, registry
 from mlakit.paths.quantised import Options, QuantisedQ
 
 QUANTS = {
@@ -103,6 +103,27 @@ def fused_qk_rmsnorm_unified(
         return
     _quantised(quant, args, q_out_quantized, q_out_scale, q_out_unquantized, k_out, group_size,
                transpose_scale)  # fmt: skip
+
+
+BATCHED = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
+
+
+def aiter_batched_a8w8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int = fp8.GROUP
+) -> torch.Tensor:
+    """AITER's Triton kernel for the absorbed product, with the arguments of ``mla.batched_a8w8``.
+
+    Raises:
+        RefusedError: AITER does not import, or has no such kernel under either of its addresses.
+    """
+    for folder in ("aiter.ops.triton.gemm.batched", "aiter.ops.triton"):
+        try:
+            kernel = getattr(aiter_api._import(f"{folder}.{BATCHED}"), BATCHED, None)
+        except ImportError as error:
+            raise RefusedError(f"the batched a8w8 product: {error}") from error
+        if kernel is not None:
+            return kernel(x, weight, scale, group_size=group, dtype=x.dtype)
+    raise RefusedError(f"this AITER has no {BATCHED}; mla.batched_a8w8 is the reference")
 
 
 def _quantised(quant, args, values, scale, unquantised, k_out, group_size, transpose) -> None:

@@ -230,7 +230,7 @@ def prepare(
     tables: tuple[torch.Tensor, torch.Tensor],
     step: Callable,
     *,
-    absorb_scale: torch.Tensor | None = None,
+    absorb: Callable = torch.bmm,
 ) -> Prepared:
     """The block: from (M, hidden_size), already input-normed, to what attention reads.
 
@@ -240,7 +240,8 @@ def prepare(
         dims: their sizes.
         tables: ``rope_tables`` of the tokens' positions.
         step: a path's call; one that delivers a quantised q needs a quantised ``layer.q_b``.
-        absorb_scale: of an FP8 ``w_kc`` (heads, kv_lora_rank, nope), for ``batched_a8w8``.
+        absorb: the product of (heads, M, nope) and ``layer.w_kc``; with an FP8 ``w_kc`` of (heads,
+            kv_lora_rank, nope), ``batched_a8w8`` or AITER's with their ``scale`` given.
     """
     m, dtype = hidden.shape[0], hidden.dtype
     qkv = product(hidden, layer.qkv_a, dtype)
@@ -248,10 +249,7 @@ def prepare(
     q, kv = step(q, layer.q_norm, dims.eps, kv, layer.k_norm, dims.eps)
     q = product(q, layer.q_b, dtype).view(m, dims.heads, dims.nope + dims.rope)
     q_nope, q_rope = q.split([dims.nope, dims.rope], -1)
-    if absorb_scale is None:
-        q_latent = torch.bmm(q_nope.transpose(0, 1), layer.w_kc)
-    else:
-        q_latent = batched_a8w8(q_nope.transpose(0, 1), layer.w_kc, absorb_scale)
+    q_latent = absorb(q_nope.transpose(0, 1), layer.w_kc)
     cos, sin = tables
     q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
     return Prepared(q_latent.transpose(0, 1), q_rope, kv, rotate(k_rope, cos, sin))

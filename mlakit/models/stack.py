@@ -209,6 +209,7 @@ def measure(
     budget_s: float = 30.0,
     seed: int = 0,
     micro: bool = True,
+    after: Callable[[dict], object] = bool,
 ) -> dict:
     """Time one decode step with each lane's step, interleaved, at each batch.
 
@@ -220,6 +221,7 @@ def measure(
         budget_s: seconds of sampling a batch.
         seed: of the order inside rounds.
         micro: also time the step alone (``timing.measure``), from which the gain is predicted.
+        after: called with the result so far after each batch, to save it.
 
     Returns:
         A plain dict for JSON: what was run where, ``samples_us[batch][lane]``, ``refused[batch]``,
@@ -252,6 +254,7 @@ def measure(
             if micro:
                 paths = tuple(n for n in lanes if n in registry.names() and not why[n])
                 result["micro_us"][key] = _micro(stack, batch, paths, arch)
+            after(result)
     return result
 
 
@@ -353,12 +356,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         mla.Dims.of(given.model), given.layers, max(batches), given.context,
         device=given.device, seed=given.seed,
     )  # fmt: skip
+
+    def save(result: dict) -> None:
+        text = json.dumps(result | {"model": given.model})
+        Path(given.out).write_text(text, encoding="utf-8")
+
     result = measure(
         stack, batches, given.lanes.split(","), rounds=given.rounds, budget_s=given.budget_s,
-        seed=given.seed,
+        seed=given.seed, after=save,
     )  # fmt: skip
-    result["model"] = given.model
-    Path(given.out).write_text(json.dumps(result), encoding="utf-8")
     shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi gain_predicted cost_us again_us"
     shown += " alone_us saved_us saved_micro_us saved_cold_us saved_again_us"
     print(shown.replace(" ", "\t"))

@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import types
 import zipfile
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from mlakit import inputs, rounding, shapes
 from mlakit.dispatch import call
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.formats import fp8
-from mlakit.models import engines
+from mlakit.models import engines, mla
 from mlakit.paths import aiter_api, quantised
 
 GIVEN = inputs.make(5, shapes.Widths(256, 128))
@@ -136,6 +137,34 @@ def test_what_is_not_served_is_refused():
         with pytest.raises(error, match=text):
             engines.fused_qk_rmsnorm_unified(**good | change)
     assert q_out.isnan().all()
+
+
+@pytest.mark.parametrize("folder", ["aiter.ops.triton.gemm.batched", "aiter.ops.triton"])
+def test_aiters_batched_product_is_found_at_both_addresses(folder, monkeypatch):
+    """A fake AITER; the arguments are those of its own test and of vLLM's call."""
+
+    def kernel(X, WQ, w_scale, group_size=128, bias=None, dtype=torch.bfloat16):
+        return mla.batched_a8w8(X, WQ, w_scale, group_size).to(dtype)
+
+    name = f"{folder}.{engines.BATCHED}"
+    parts = name.split(".")
+    for n in range(1, len(parts) + 1):
+        module = types.ModuleType(".".join(parts[:n]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    setattr(sys.modules[name], engines.BATCHED, kernel)
+    x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(1))
+    coded, scale = weight.to(torch.float8_e4m3fn), torch.tensor(0.5)
+    got = engines.aiter_batched_a8w8(x, coded, scale)
+    assert torch.equal(got, mla.batched_a8w8(x, coded, scale))
+
+
+def test_without_aiter_the_batched_product_is_refused():
+    if aiter_api.find().version is not None:
+        pytest.skip("AITER is installed here")
+    with pytest.raises(RefusedError, match="batched"):
+        engines.aiter_batched_a8w8(*(torch.zeros(1),) * 3)
 
 
 @pytest.mark.upstream

@@ -152,7 +152,7 @@ def test_the_absorbed_product_may_be_fp8():
     to, w = fp8.encoding("fp8_ocp"), weights.w_kc.float().transpose(1, 2)
     scale = fp8.scale_of(w.abs().amax(), to)
     weights.w_kc = fp8.encode(w / scale, to)
-    coded = mla.prepare(hidden, weights, *given, absorb_scale=scale)
+    coded = mla.prepare(hidden, weights, *given, absorb=partial(mla.batched_a8w8, scale=scale))
     error = (coded.q_latent.float() - plain.q_latent.float()).norm()
     assert 1e-3 < error / plain.q_latent.float().norm() < 0.06
 

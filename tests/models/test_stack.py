@@ -82,7 +82,11 @@ def test_a_lane_that_cannot_run_or_answers_wrong_is_refused():
 def test_measure_on_a_cpu_and_the_rows_it_makes(tmp_path):
     made = stack.small(layers=2, batch=4, context=8)
     lanes = ["torch_native", "torch_rms_norm", "dual_stream", "no_step", "twice:torch_native"]
-    result = stack.measure(made, [1, 4], lanes, rounds=5, micro=False)
+    saved = []
+    result = stack.measure(
+        made, [1, 4], lanes, rounds=5, micro=False, after=lambda r: saved.append(len(r["refused"]))
+    )
+    assert saved == [1, 2]
     again = json.loads(json.dumps(result))
     rows = stack.summarise(again)
     assert {(r["batch"], r["lane"]) for r in rows} == {
@@ -156,3 +160,17 @@ def test_on_a_gpu_a_sample_is_one_timed_replay(monkeypatch):
     del log[:]
     assert lane.take() == 7500.0
     assert log == ["replay", "record", "replay", "record", "wait"]
+
+
+def test_the_bare_entry_writes_what_it_measured(tmp_path, capsys):
+    out = tmp_path / "stack.json"
+    given = "--model A.X-K2 --layers 1 --batches 2 --context 4 --rounds 3 --device cpu"
+    lanes = "torch_native,torch_rms_norm,triton_fused,no_step"
+    assert stack.main([*given.split(), "--lanes", lanes, "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["model"], result["layers"]) == ("A.X-K2", 1)
+    assert set(result["samples_us"]) == {"2"}
+    assert result["micro_us"]["2"]["hot"]["torch_native"] > 0
+    said = capsys.readouterr().out
+    assert "batch 2: triton_fused was not timed" in said
+    assert len(said.splitlines()) == 1 + 3 + 1
