@@ -118,7 +118,7 @@ def aiter_batched_a8w8(
     """
     for folder in ("aiter.ops.triton.gemm.batched", "aiter.ops.triton"):
         try:
-            kernel = getattr(aiter_api._import(f"{folder}.{BATCHED}"), BATCHED, None)
+            kernel = getattr(aiter_api.import_or_none(f"{folder}.{BATCHED}"), BATCHED, None)
         except ImportError as error:
             raise RefusedError(f"the batched a8w8 product: {error}") from error
         if kernel is not None:
