@@ -465,6 +465,7 @@ def test_scalar_instructions():
         ("s_pack_ll_b32_b16 s0, s2, s3", 0x0003FFFE), ("s_xor_b32 s0, s2, s3", 0xFFFFFFFD),
         ("s_lshl2_add_u32 s0, s3, 5", 17), ("s_brev_b32 s0, 1", 0x80000000),
         ("s_movk_i32 s0, 0x7fff", 0x7FFF), ("s_sext_i32_i16 s0, s2", 0xFFFFFFFE),
+        ("s_sext_i32_i8 s0, s2", 0xFFFFFFFE),
     ):  # fmt: skip
         execute(w, text)
         assert w.s[0, 0] == want, text

@@ -112,6 +112,7 @@ ALU = {
     "s_brev_b32": ("u32", ("u32",), _reverse, None),
     "s_movk_i32": ("i32", ("i32",), lambda a: a, None),
     "s_sext_i32_i16": ("i32", ("u32",), lambda a: a.astype(np.int16).astype(I32), None),
+    "s_sext_i32_i8": ("i32", ("u32",), lambda a: a.astype(np.int8).astype(I32), None),
     "s_pack_ll_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b << U32(16), None),
     "s_pack_lh_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b & U32(0xFFFF0000), None),
     "s_mul_f32": ("f32", _F, np.multiply, None),
