@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import product
 
 import torch
 
@@ -14,10 +15,11 @@ from mlakit.timing.buffers import Ring
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
     triton = None
 
-COPY_CONFIGS = tuple((rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 4, 8))
+COPY_CONFIGS = tuple((rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8))
 """(rows per program, warps) tried for the same-traffic copy; the fastest is the limit"""
 
 if triton is not None:
@@ -54,7 +56,11 @@ if triton is not None:
         CQ: tl.constexpr,
         CK: tl.constexpr,
         ROWS: tl.constexpr,
+        PDL: tl.constexpr,
     ):
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         if tl.program_id(1) == 0:
             _copy_part(k_ptr, kw_ptr, ko_ptr, rows, m, k_stride, NK, CK)
@@ -66,8 +72,12 @@ def _chunk(n: int) -> int:
     return min(4096, triton.next_power_of_2(max(n, 1)))
 
 
-def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, warps=4):
-    """The step's traffic and none of its arithmetic, in one launch. Shapes as a path's call."""
+def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, warps=4, pdl=False):
+    """The step's traffic and none of its arithmetic, in one launch. Shapes as a path's call.
+
+    ``pdl``: launched before the kernel ahead of it has ended (NVIDIA, from sm_90 on), as
+    ``triton_fused`` is at small M: back to back, such launches overlap.
+    """
     q_out, k_out = out or (_fresh(q), _fresh(k))
     m, nq, nk = k.shape[0], q.shape[1], k.shape[1]
     grid = (triton.cdiv(m, rows), 2 if nq else 1)
@@ -86,7 +96,9 @@ def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, war
         CQ=_chunk(nq),
         CK=_chunk(nk),
         ROWS=rows,
+        PDL=pdl,
         num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return q_out, k_out
 
@@ -130,8 +142,10 @@ def copy_calls(device: str) -> Iterator[tuple[str, Callable]]:
     """The candidates for the same-traffic copy: (configuration, call)."""
     yield "torch", copy_torch
     if device != "cpu" and triton is not None:
-        for rows, warps in COPY_CONFIGS:
-            yield f"triton rows={rows} warps={warps}", partial(copy_triton, rows=rows, warps=warps)
+        overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+        for (rows, warps), pdl in product(COPY_CONFIGS, (False, True) if overlaps else (False,)):
+            name = f"triton rows={rows} warps={warps}{' pdl' if pdl else ''}"
+            yield name, partial(copy_triton, rows=rows, warps=warps, pdl=pdl)
 
 
 def best_copy(ring: Ring, device: str, *, clock_name: str) -> tuple[str, Callable]:
