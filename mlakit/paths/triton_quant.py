@@ -5,6 +5,7 @@ The knobs are ``triton_config.Config``'s; pure functions choose and check them, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -19,12 +20,14 @@ from mlakit.formats import fp8, mxfp4
 from mlakit.paths import checks, interpreter, quantised, triton_config, triton_fused
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
-from mlakit.paths.triton_fused import DTYPE_NAMES, _Ready, _start
+from mlakit.paths.triton_fused import DTYPE_NAMES, _start
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
 FEW_ROWS = 512
 """rows up to which a row's latency counts, not throughput"""
+QuantConfig = Config
+"""``triton_fused``'s knobs; ``persistent`` and ``pdl`` stay off"""
 KERNEL = "mlakit.paths.triton_quant_kernels:norm_and_quantise"
 ARGUMENTS = (
     *"q q_weight values scales unquantised k k_weight k_out".split(),
@@ -34,89 +37,84 @@ CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
 
 
-@dataclass(frozen=True)
-class QuantConfig(Config):
-    """``triton_config.Config`` and one knob more; ``persistent`` and ``pdl`` stay False."""
-
-    looped: bool = False
-    """chunks in a loop that loads the row again, from the L1: an eighth of the code"""
-
-
 def heuristic(
     quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
-) -> QuantConfig:
+) -> Config:
     """The config for ``m`` rows on ``arch``.
 
-    Few rows: a row is spread over warps, 8 elements a thread, for its latency (on an H200 at
-    M = 64 the fastest of 15 shapes by 4 to 16 %). Many rows: as few warps a row as hold it, since
-    one warp needs no barrier and no shared memory (fastest from M = 4096 on).
+    Few rows: a row is spread over the warps of its tree, for its latency. Many rows: one warp a
+    row, since it needs no barrier and no shared memory, unless a row is too wide for that.
     """
-    lanes, many = lanes_of(arch), m > FEW_ROWS
-    q_warps = _warps(q_width, lanes * (64 if many else 8))
-    k_warps = _warps(k_width, lanes * (64 if many else 4))
-    while q_warps * lanes * vector_width(dtype) % _whole(quant):
+    trees = _trees(arch, q_width, k_width, dtype)
+    if arch == "cpu":
+        # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
+        return Config(64, 64, *trees, max(trees))
+    few = m <= FEW_ROWS
+    num_warps = trees[0] if few else trees[0] // 2
+    q_rows, k_rows = (max(1, num_warps // tree) for tree in trees)
+    return Config(q_rows, k_rows, *trees, num_warps, hoist_weight=few)
+
+
+def _trees(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:
+    """Warps of a row's tree: of q twice as many as hold it at 64 elements a thread."""
+    q_warps = 2
+    while q_width > q_warps // 2 * lanes_of(arch) * 64 and q_warps < 8:
         q_warps *= 2
-    num_warps = max(q_warps, k_warps)
-    # The interpreter runs a program at a time, so it is given many rows in each.
-    rows = 64 if arch == "cpu" else 1
-    return QuantConfig(
-        q_rows=rows * num_warps // q_warps,
-        k_rows=rows * num_warps // k_warps * (2 if many else 1),
-        q_warps=q_warps,
-        k_warps=k_warps,
-        num_warps=num_warps,
-        evict_first=m <= 4096,
-    )
-
-
-def _warps(width: int, elements: int) -> int:
-    """Warps, a power of two up to 16, that hold ``width`` at ``elements`` a warp."""
-    return next((w for w in (1, 2, 4, 8) if width <= w * elements), 16)
-
-
-def _whole(quant: str) -> int:
-    """Elements that a chunk may not split: a group; 8 MXFP4 groups, a tile of shuffled scales."""
-    return 8 * mxfp4.GROUP if quant == "mxfp4" else max(1, GROUPS[quant])
+    return q_warps, triton_config.warps_per_row(arch, k_width, dtype)
 
 
 def check(
-    quant: str, config: QuantConfig, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
+    quant: str, config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
 ) -> str | None:
-    """None if the kernel can run with ``config``, else one line that says why not."""
+    """None if the kernel can run with ``config``, else one line that says why not.
+
+    ``q_warps`` and ``k_warps`` are the widths' trees (kv's that of ``triton_fused``); a program may
+    have fewer warps, each of which then does the work of several.
+    """
     if config.persistent or config.pdl:
         return "the quantised kernel is neither persistent nor launched early"
-    if config.looped and quant == "fp8_token":
-        return "one scale a row needs the whole row at once: looped must be False"
-    chunk = config.q_warps * lanes_of(arch) * vector_width(dtype)
-    if chunk % _whole(quant):
-        return f"chunks of {chunk} elements do not hold whole blocks of {_whole(quant)}"
-    return triton_config.check(config, arch, q_width, k_width, dtype)
+    if not config.separate and config.q_rows != config.k_rows:
+        return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
+    warps = config.num_warps
+    if warps < 1 or warps & (warps - 1) or warps * lanes_of(arch) > triton_config.MAX_THREADS:
+        return (
+            f"{warps} warps: must be a power of two of at most {triton_config.MAX_THREADS} threads"
+        )
+    trees = _trees(arch, q_width, k_width, dtype)
+    if (config.q_warps, config.k_warps) != trees:
+        return f"q_warps and k_warps are the widths' trees, {trees[0]} and {trees[1]}"
+    for name, rows, tree, width in (
+        ("q", config.q_rows, config.q_warps, q_width),
+        ("k", config.k_rows, config.k_warps, k_width),
+    ):
+        if rows < 1 or rows & (rows - 1) or rows * tree < warps:
+            return f"{name}: {rows} rows of up to {tree} warps do not fill {warps} warps"
+        held = -(-rows * width // (warps * lanes_of(arch)))
+        if held > triton_config.MAX_ELEMENTS_PER_THREAD and arch != "cpu":
+            return f"{name}: {held} elements a thread, over {triton_config.MAX_ELEMENTS_PER_THREAD}"
+    return None
 
 
 def search_space(
     quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
-) -> list[QuantConfig]:
+) -> list[Config]:
     """Every valid config worth timing for ``m`` rows."""
-    found = {}
-    for q_warps, k_warps, rows, separate, evict, looped in product(
-        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (True, False), (False, True), (False, True)
+    trees = _trees(arch, q_width, k_width, dtype)
+    found = []
+    for num_warps, q_rows, k_rows, separate, hoist, evict in product(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (True, False), (True, False), (False, True)
     ):
-        num_warps = max(q_warps, k_warps)
-        q_rows, k_rows = (rows * num_warps // w for w in (q_warps, k_warps))
-        if not separate:
-            q_rows = k_rows = max(q_rows, k_rows)
-        config = QuantConfig(
-            q_rows, k_rows, q_warps, k_warps, num_warps, separate,
-            evict_first=evict, looped=looped,
-        )  # fmt: skip
-        if rows <= m and check(quant, config, arch, q_width, k_width, dtype) is None:
-            found[config] = None
-    return list(found)
+        config = Config(
+            q_rows, k_rows, *trees, num_warps, separate, hoist_weight=hoist, evict_first=evict
+        )
+        if max(q_rows, k_rows) <= m and check(quant, config, arch, q_width, k_width, dtype) is None:
+            found.append(config)
+    return found
 
 
 def constants(
     quant: str,
-    config: QuantConfig,
+    config: Config,
     arch: str,
     q_width: int,
     k_width: int,
@@ -125,8 +123,14 @@ def constants(
     encoding: fp8.Encoding | None,
     options: Options = DEFAULT,
     normalise: bool = True,
+    words: bool = True,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments, in its order."""
+    lanes, vec = lanes_of(arch), vector_width(dtype)
+    q_together, k_together = (
+        min(tree, max(1, config.num_warps // rows))
+        for tree, rows in ((config.q_warps, config.q_rows), (config.k_warps, config.k_rows))
+    )
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
     groups = q_width // mxfp4.GROUP
     return {
@@ -134,12 +138,16 @@ def constants(
         "K_N": k_width,
         "Q_ROWS": config.q_rows,
         "K_ROWS": config.k_rows,
-        "Q_CHUNK": config.q_warps * lanes_of(arch) * vector_width(dtype),
-        "K_CHUNK": config.k_warps * lanes_of(arch) * vector_width(dtype),
-        "Q_SPREAD": 1 if config.num_warps == config.q_warps else config.q_rows,
-        "K_SPREAD": 1 if config.num_warps == config.k_warps else config.k_rows,
+        "Q_WARPS": config.q_warps,
+        "K_WARPS": config.k_warps,
+        "Q_PIECE": q_together * lanes * vec,
+        "K_PIECE": k_together * lanes * vec,
+        "Q_SPREAD": 1 if config.num_warps == q_together else config.q_rows,
+        "K_SPREAD": 1 if config.num_warps == k_together else config.k_rows,
+        "LANES": lanes,
+        "VEC": vec,
         "SEPARATE": config.separate,
-        "LOOPED": config.looped,
+        "HOIST": config.hoist_weight,
         "EVICT": "evict_first" if config.evict_first else "",
         "QUANT": quant,
         "GROUP": GROUPS[quant] or q_width,
@@ -149,6 +157,7 @@ def constants(
         "BIAS": encoding.bias if encoding else 1,
         "RULE_BITS": mxfp4.RULES[options.rule],
         "SHUFFLED": mxfp4.shuffled_shape(1, groups)[1] if shuffled else 0,
+        "WORDS": words,
     }
 
 
@@ -161,7 +170,7 @@ def casts(arch: str, encoding: fp8.Encoding | None) -> bool:
     return encoding is not None and arch != "cpu" and archs.fp8_format(arch) == encoding.name
 
 
-def programs(config: QuantConfig, m: int, scale_rows: int, normalise: bool) -> int:
+def programs(config: Config, m: int, scale_rows: int, normalise: bool) -> int:
     """Programs of the grid: over rows of q, and of kv beside them or after them."""
     q_programs = -(-scale_rows // config.q_rows)
     k_programs = -(-m // config.k_rows)
@@ -172,7 +181,7 @@ def programs(config: QuantConfig, m: int, scale_rows: int, normalise: bool) -> i
 
 def kernel_signature(
     quant: str,
-    config: QuantConfig,
+    config: Config,
     arch: str,
     q_width: int,
     k_width: int,
@@ -183,10 +192,12 @@ def kernel_signature(
     options: Options = DEFAULT,
     normalise: bool = True,
     aligned: bool = True,
+    words: bool = True,
 ) -> tuple[object, dict[str, str], dict[str, object], dict[tuple[int], list], dict[str, object]]:
     """What ``triton.compile`` needs, as ``triton_kernels.kernel_signature`` returns it.
 
     ``aligned``: all pointers start on 16 bytes, and row strides are multiples of 16 elements.
+    ``words``: MXFP4's values start on 4 bytes.
     """
     from mlakit.paths.triton_quant_kernels import norm_and_quantise
 
@@ -194,9 +205,10 @@ def kernel_signature(
         encoding = fp8.encoding(archs.fp8_format(arch) or "fp8_ocp")
     chosen = constants(
         quant, config, arch, q_width, k_width, dtype,
-        encoding=encoding, options=options, normalise=normalise,
+        encoding=encoding, options=options, normalise=normalise, words=words,
     )  # fmt: skip
     q_weight, k_weight = weight_dtypes or (dtype, dtype)
+    eps = "fp64" if dtype == "fp32" else "fp32"
     signature = {
         "q": f"*{dtype}",
         "q_weight": f"*{q_weight}",
@@ -212,8 +224,8 @@ def kernel_signature(
         "scale_group_stride": "i64",
         "m": "i32",
         "scale_rows": "i32",
-        "q_eps": "fp64",
-        "k_eps": "fp64",
+        "q_eps": eps,
+        "k_eps": eps,
         **dict.fromkeys(chosen, "constexpr"),
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
@@ -296,31 +308,55 @@ def _launch(
         _interpret(quant, config, tensors, numbers, encoding, options, normalise)
         return
     pointers = [t.data_ptr() for t in tensors]
-    aligned = not any(x & 15 for x in (*pointers, q.stride(0), k.stride(0)))
     weights = DTYPE_NAMES[q_weight.dtype], DTYPE_NAMES[k_weight.dtype]
     ready = _prepare(
         quant, config, q.get_device(), m, out.scale.shape[0], *widths, dtype, weights,
-        encoding, options, normalise, aligned and not any(s & 15 for s in scale.stride()),
+        encoding, options, normalise, aligned(tensors), pointers[2] % 4 == 0,
     )  # fmt: skip
-    _start(ready, *pointers, *numbers)
+    with torch.cuda.device(ready.device):
+        _start(ready, *pointers, *numbers)
+
+
+def aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the kernel's eight tensors all start on 16 bytes, and so do the rows of q and k.
+
+    What it writes lies contiguous, its scales are written one by one: only these two have strides.
+    """
+    q, k = tensors[0], tensors[5]
+    starts = [t.data_ptr() for t in tensors]
+    return not any(x & 15 for x in (*starts, q.stride(0), k.stride(0)))
 
 
 _ENCODING_OF = {e.dtype: e for e in fp8.ENCODINGS.values()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What ``triton_fused._start`` needs of a compiled kernel."""
+
+    device: int
+    grid: int
+    run: Callable
+    kernel: object
+    function: int
+    packed: object
+    hooks: object
+    constants: tuple
+
+
 @lru_cache(maxsize=1024)
 def _prepare(
     quant, config, device, m, scale_rows, q_width, k_width, dtype, weights, encoding, options,
-    normalise, aligned,
-) -> _Ready:  # fmt: skip
+    normalise, aligned, words,
+) -> _Launch:  # fmt: skip
     from triton import knobs
 
     with torch.cuda.device(device):
         kernel = _compile(
             quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise,
-            aligned,
+            aligned, words,
         )  # fmt: skip
-        return _Ready(
+        return _Launch(
             device=device,
             grid=programs(config, m, scale_rows, normalise),
             run=kernel.run,
@@ -328,22 +364,22 @@ def _prepare(
             function=kernel.function,
             packed=kernel.packed_metadata,
             hooks=knobs.runtime,
-            strides=(),
             constants=tuple(kernel.src.constants.values()),
         )
 
 
 @cache
 def _compile(
-    quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise, aligned
-):
+    quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise, aligned,
+    words,
+):  # fmt: skip
     """The kernel compiled for, and loaded on, the current device."""
     import triton
     from triton.compiler import ASTSource
 
     function, signature, constexprs, attrs, knobs = kernel_signature(
         quant, config, archs.devices()[device].arch, q_width, k_width, dtype, weights,
-        encoding=encoding, options=options, normalise=normalise, aligned=aligned,
+        encoding=encoding, options=options, normalise=normalise, aligned=aligned, words=words,
     )  # fmt: skip
     return triton.compile(
         ASTSource(function, signature, constexprs, attrs),
@@ -358,6 +394,7 @@ def _interpret(quant, config, tensors, numbers, encoding, options, normalise) ->
     chosen = constants(
         quant, config, "cpu", q.shape[1], k.shape[1], DTYPE_NAMES[q.dtype],
         encoding=encoding, options=options, normalise=normalise,
+        words=tensors[2].data_ptr() % 4 == 0,
     )  # fmt: skip
     arguments = dict(zip(ARGUMENTS, (*tensors, *numbers), strict=True))
     arguments["values"] = arguments["values"].view(torch.uint8)

@@ -14,6 +14,7 @@ from mlakit.errors import MisuseError
 from mlakit.formats import fp8, mxfp4
 from mlakit.paths import quantised, registry, triton_quant
 from mlakit.paths.quantised import Options
+from mlakit.paths.triton_config import Config
 from mlakit.rounding import oracle
 from mlakit.shapes import Widths
 
@@ -190,13 +191,33 @@ def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
     assert len(triton_quant.search_space(quant, "sm_90", 4096, 1536, 512)) > 10
 
 
-def test_check_refuses_chunks_that_split_a_group():
-    config = triton_quant.QuantConfig(1, 1, 1, 1, 1)
-    assert "whole blocks of 256" in triton_quant.check("mxfp4", config, "sm_90", 1536, 512, "fp32")
-    assert triton_quant.check("fp8_group128", config, "sm_90", 1536, 512, "fp32") is None
-    looped = replace(config, looped=True)
-    assert "whole row" in triton_quant.check("fp8_token", looped, "sm_90", 1536, 512)
-    assert "early" in triton_quant.check("mxfp4", replace(config, pdl=True), "sm_90", 1536, 512)
+def test_check_says_what_is_wrong():
+    config = triton_quant.heuristic("mxfp4", "sm_90", 65536, 1536, 512)
+    for change, words in (
+        ({"q_warps": 4}, "widths' trees, 2 and"),
+        ({"num_warps": 8}, "do not fill 8 warps"),
+        ({"num_warps": 3}, "power of two"),
+        ({"q_rows": 4}, "192 elements a thread"),
+        ({"separate": False, "k_rows": 2}, "equal rows"),
+        ({"pdl": True}, "early"),
+    ):
+        problem = triton_quant.check("mxfp4", replace(config, **change), "sm_90", 1536, 512)
+        assert words in problem
+
+
+def test_split_views_count_as_aligned_and_odd_starts_do_not():
+    """Unaligned code is twice as long: it must not be what ordinary calls get."""
+    x = inputs.make(4, DEEPSEEK)
+    k_out = torch.empty(4, 512, dtype=torch.bfloat16)
+    for quant in QUANTS:
+        out = quantised.empty(quant, x.q)
+        assert triton_quant.aligned(
+            (x.q, x.q_weight, out.values, out.scale, x.q, x.k, x.k_weight, k_out)
+        )
+        for q in (x.buffer[:, 1:1537], torch.empty(4, 1537, dtype=x.q.dtype)[:, :1536]):
+            assert not triton_quant.aligned(
+                (q, x.q_weight, out.values, out.scale, q, x.k, x.k_weight, k_out)
+            )
 
 
 INTERPRETED = [
@@ -244,22 +265,33 @@ def test_triton_kernel_interpreted_is_faithful_to_float64(quant, options, dtype,
 
 
 @pytest.mark.parametrize("quant", ["fp8_group128", "mxfp4"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"looped": True},
-        {"separate": False, "q_warps": 2, "q_rows": 1, "num_warps": 2, "k_warps": 2, "k_rows": 1},
-    ],
-    ids=str,
-)
-def test_knobs_change_no_byte(quant, change):
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_knob_changes_a_byte_and_kv_is_triton_fused_s(quant, dtype):
     pytest.importorskip("triton")
-    x = inputs.make(2, Widths(384, 96), "fp16", seed=18)
-    base = triton_quant.QuantConfig(2, 2, 1, 1, 1)
-    (want, _, _), k_want = triton_quant.fused(quant, *x.args, config=base)
-    (got, _, _), k_got = triton_quant.fused(quant, *x.args, config=replace(base, **change))
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(k_got, k_want)
+    x = inputs.make(2, DEEPSEEK, dtype, seed=18)
+    want, k_want = triton_quant.fused(quant, *x.args)
+    assert torch.equal(k_want, registry.get("triton_fused").call(*x.args)[1])
+    q_warps, k_warps = (getattr(triton_quant.heuristic(quant, "cpu", 2, 1536, 512, dtype), w)
+                        for w in ("q_warps", "k_warps"))  # fmt: skip
+    for rows, num_warps, separate in ((2, 1, False), (1, q_warps, True)):
+        k_rows = rows if not separate else 4
+        config = Config(rows, k_rows, q_warps, k_warps, num_warps, separate)
+        got, k_got = triton_quant.fused(quant, *x.args, config=config)
+        assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+        assert torch.equal(got.scale, want.scale)
+        assert torch.equal(k_got, k_want)
+
+
+def test_mxfp4_values_may_start_anywhere():
+    """Words of 8 codes are stored where they start on 4 bytes, bytes elsewhere."""
+    pytest.importorskip("triton")
+    x = inputs.make(3, Widths(384, 96), seed=19)
+    want, k_out = triton_quant.fused("mxfp4", *x.args)
+    odd = torch.empty(3 * 192 + 4, dtype=torch.uint8)
+    start = (1 - odd.data_ptr()) % 4
+    odd = odd[start : start + 3 * 192].view(3, 192)
+    triton_quant.fused("mxfp4", *x.args, out=(want._replace(values=odd), k_out))
+    assert torch.equal(odd, want.values)
 
 
 def every_bf16_up_to(limit, group):
@@ -314,7 +346,6 @@ def test_kernel_compiles_for_every_target_without_spills(quant, arch):
 
     for m, normalise in ((1, True), (65536, True), (65536, False)):
         config = triton_quant.heuristic(quant, arch, m, 1536, 512)
-        config = replace(config, looped=m > 1 and quant != "fp8_token")
         function, signature, constexprs, attrs, knobs = triton_quant.kernel_signature(
             quant, config, arch, 1536, 512, normalise=normalise
         )
