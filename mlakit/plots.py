@@ -429,3 +429,57 @@ def amdahl(frames: dict[str, pd.DataFrame], title: str = "What a saving is worth
         axes.fill_between(x, low, high, color=colour, alpha=0.15)
     _finish(axes)
     return figure
+
+
+def microsecond(frame: pd.DataFrame, title: str = "What a microsecond is made of") -> Figure:
+    """Modelled time by cause, one stacked bar a row of ``latency.breakdown``; the bar is 100 %."""
+    causes = ("launch", "chain", "loaded", "waves", "kernel rate", "bandwidth")
+    figure, axes = _new(title, "% of the modelled time", "")
+    figure.set_size_inches(7.2, max(2.2, 0.3 * len(frame) + 1.2))
+    left = [0.0] * len(frame)
+    for cause, colour in zip(causes, COLOURS, strict=False):
+        share = list(100 * frame[cause] / frame["us"])
+        axes.barh(range(len(frame)), share, left=left, color=colour, label=cause)
+        left = [a + b for a, b in zip(left, share, strict=True)]
+    labels = [f"{r.path} · M={r.m}: {r.us:.3g} us" for r in frame.itertuples()]
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def fusion(frame: pd.DataFrame, title: str = "What the launch saved buys") -> Figure:
+    """saved_us against m: modelled, and measured where the frame has ``measured_saved_us``."""
+    figure, axes = _new(title, "batch M (rows)", "microseconds saved by one launch instead of two")
+    style = {"marker": MARKERS["modelled"], "color": COLOURS[0], "label": "modelled"}
+    axes.plot(frame["m"], frame["saved_us"], **style)
+    if "measured_saved_us" in frame:
+        axes.plot(
+            frame["m"],
+            frame["measured_saved_us"],
+            marker=MARKERS["recorded"],
+            color=COLOURS[1],
+            label="recorded (best pair)",
+        )
+    axes.axhline(0, color="#777777", linewidth=1)
+    _finish(axes)
+    return figure
+
+
+def model_error(frame: pd.DataFrame, title: str = "The model on cells it never saw") -> Figure:
+    """modelled_us over p50_us against p50_us, a colour a path; the band is 25 % either way."""
+    figure, axes = _new(title, "microseconds measured or published (log)", "modelled / that")
+    styles = _styles(list(dict.fromkeys(frame["path_ran"])))
+    for name, part in frame.groupby("path_ran", sort=False):
+        axes.plot(
+            part["p50_us"],
+            part["modelled_us"] / part["p50_us"],
+            marker=MARKERS["modelled"],
+            linestyle="",
+            color=styles[name]["color"],
+            label=name,
+        )
+    axes.axhspan(0.75, 1.25, color="#777777", alpha=0.12)
+    axes.axhline(1, color="#777777", linewidth=1)
+    _finish(axes, base=10)
+    return figure

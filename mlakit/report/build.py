@@ -21,7 +21,7 @@ from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
 from mlakit.sweep.run import run_sweep
 
-NOTEBOOKS = ("01_dispatch", "02_speed", "03_drift")
+NOTEBOOKS = ("01_dispatch", "02_speed", "03_drift", "04_codegen")
 GRAVITY = ("killed", "no kernel", "failed", "timed out", "incomplete", "regression")
 """When several runs went wrong, the first of these that occurred is the report's status."""
 

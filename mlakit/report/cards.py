@@ -1,0 +1,165 @@
+"""What 04_codegen says: a card that is not here, compiled for, modelled and emulated."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+
+from mlakit import archs, latency
+from mlakit.codegen import resources
+from mlakit.codegen.compile import ARCHS, Compiled, compile_many
+from mlakit.codegen.shipped import emulate_qk_rmsnorm, request
+from mlakit.context import Context
+from mlakit.drift.ulp import compare
+from mlakit.errors import MisuseError
+from mlakit.inputs import make
+from mlakit.report import chapters
+from mlakit.rounding import oracle
+from mlakit.shapes import Widths, parse_hidden
+
+STORY = ("gfx942", "gfx950")
+RESOURCE_COLUMNS = (
+    "arch vgprs sgprs vgpr_spills lds_bytes warps waves_per_simd limited_by wide_share "
+    "bf16_convert instructions code_bytes triton evidence"
+).split()
+
+
+def compiled_archs(arch: str) -> tuple[str, ...]:
+    """The asked arch first where it can be compiled for, then the story's two, then the rest."""
+    return tuple(a for a in dict.fromkeys((arch, *STORY, *ARCHS)) if a in ARCHS)
+
+
+def compile_for(arch: str, model: str, dtype: str) -> dict[str, Compiled]:
+    """The fused kernel for the asked arch and the story's two, by arch; empty without Triton."""
+    from mlakit.codegen.compile import why_not
+
+    if why_not():
+        return {}
+    wanted = compiled_archs(arch)[: 3 if arch in ARCHS and arch not in STORY else 2]
+    made = compile_many([request(a, parse_hidden(model), dtype) for a in wanted])
+    return {c.arch: c for c in made}
+
+
+def isa_excerpt(compiled: Compiled, before: int = 6, most: int = 24) -> pd.DataFrame:
+    """The instructions about the first reciprocal root: place in the kernel, text."""
+    lines = resources.isa(compiled)
+    root = next((i for i, x in enumerate(lines) if "v_rsq" in x or "rsqrt" in x), 0)
+    first = max(0, root - before)
+    rows = enumerate(lines[first : first + most], first)
+    return pd.DataFrame(rows, columns=["line", "instruction"])
+
+
+def difference(a: Compiled, b: Compiled) -> pd.DataFrame:
+    """Lines of ``resources.diff``: what one has and the other not, register numbers masked."""
+    lines = [x for x in resources.diff(a, b)[2:] if not x.startswith("@@")]
+    rows = [({"-": a.arch, "+": b.arch}.get(x[0], "both"), x[1:]) for x in lines]
+    return pd.DataFrame(rows, columns=["in", "instruction"])
+
+
+def change(a: Compiled, b: Compiled) -> pd.DataFrame:
+    """Instructions by name in two binaries that differ in number: name, count in each."""
+    counts = []
+    for compiled in (a, b):
+        names = [x.split()[0] for x in resources.isa(compiled) if not x.endswith(":")]
+        counts.append(pd.Series(names).value_counts())
+    frame = pd.concat(counts, axis=1, keys=[a.arch, b.arch]).fillna(0).astype(int)
+    frame["difference"] = frame[b.arch] - frame[a.arch]
+    frame = frame[frame["difference"] != 0]
+    order = frame["difference"].abs().sort_values(ascending=False, kind="stable").index
+    return frame.loc[order].rename_axis("instruction").reset_index()
+
+
+def modelled_paths(arch: str, widths: Widths, dtype: str = "bf16") -> list[str]:
+    """Paths the model can speak of that could run on ``arch``."""
+    from mlakit.paths import registry
+
+    context = Context(arch=arch, m=64, q_lora_rank=widths.q_lora_rank, dtype=dtype,
+                      norm_weight_dtype=dtype, kv_lora_rank=widths.kv_lora_rank)  # fmt: skip
+    known = [registry.get(n) for n in registry.names() if n in latency.MODELLED]
+    return [p.name for p in known if p.timed and p.supports(context) is None]
+
+
+def emulated(made: dict[str, Compiled], widths: Widths, dtype: str, seed: int) -> pd.DataFrame:
+    """Drift of each AMD binary, executed on numpy over 8 rows, against float64; a row an output."""
+    inputs = make(8, widths, dtype, seed=seed)
+    rows = []
+    for arch, compiled in made.items():
+        if not compiled.amd:
+            continue
+        done = emulate_qk_rmsnorm(arch, inputs, compiled=compiled)
+        for output, got, x, weight, eps in (
+            ("q", done.q, inputs.q, inputs.q_weight, inputs.q_eps),
+            ("k", done.k, inputs.k, inputs.k_weight, inputs.k_eps),
+        ):
+            if x.shape[1] and isinstance(got, torch.Tensor):
+                drift = compare(got, oracle(x, weight, eps))
+                rows.append(
+                    {"arch": arch, "output": output, "elements": drift.elements}
+                    | {"share_correct": drift.share_correct, "max_ulp": drift.max_ulp}
+                    | {"signed_bias": drift.signed_bias, "evidence": done.run.evidence}
+                )
+    return pd.DataFrame(rows)
+
+
+def verdict(arch: str, model: str, batches: list[int], dtype: str) -> list[str]:
+    """What the model says of one arch, with its error; or why it says nothing."""
+    widths = parse_hidden(model)
+    try:
+        frame = latency.fusion(arch, widths, batches, dtype)
+    except MisuseError as reason:
+        return [f"No time is modelled for {arch}: {reason}."]
+    _, _, scored = latency.known_error(arch, "cpu_fused" if arch == "cpu" else "triton_fused")
+    first, last = frame.iloc[0], frame.iloc[-1]
+    error = first["error_pct"]
+    words = "error unknown" if isinstance(error, str) else f"± {error:.0f} % (median)"
+    here = "" if arch in archs.here() else ", which nobody ran here"
+    sentences = [
+        f"Modelled for {arch}{here}, {words}, scored on {scored}: one launch instead of two saves "
+        f"{first['saved_us']:.2g} us ({first['saved_pct']:.0f} %) at M={first['m']} and "
+        f"{last['saved_us']:.2g} us ({last['saved_pct']:.1f} %) at M={last['m']}.",
+        f"At M={last['m']} a fused kernel that is {last['slack_pct']:.1f} % slower in the rest "
+        "than two tuned kernels has lost what the launch saved.",
+    ]
+    if last["outside"]:
+        sentences.append(f"Extrapolated: {last['outside']}.")
+    return sentences
+
+
+def fusion_checked(
+    arch: str, widths: Widths, batches: list[int], dtype: str = "bf16"
+) -> pd.DataFrame:
+    """``latency.fusion``, with what recorded rows of the arch say: best pair minus fused.
+
+    Raises:
+        MisuseError: no model for the arch.
+    """
+    from mlakit.sweep.calibrate import measured_fusion
+
+    frame = latency.fusion(arch, widths, batches, dtype)
+    rows = chapters.recorded(arch)
+    if rows.empty:
+        return frame
+    found = measured_fusion(rows, widths, dtype)
+    return frame.merge(found, on="m", how="left") if len(found) else frame
+
+
+def errors() -> pd.DataFrame:
+    """Every known error of the model: arch, device, path, median and ninth decile, scored on."""
+    rows = []
+    for arch in ("cpu", "sm_90", *STORY):
+        for line in latency.error_lines(arch):
+            rows.append({"arch": arch} | line)
+    others = [a for a in archs.known() if a not in {r["arch"] for r in rows}]
+    rows += [
+        {"arch": a, "path": "all", "scored_on": "unknown: nothing to score on"} for a in others
+    ]
+    return pd.DataFrame(rows)
+
+
+def against_published(arch: str) -> pd.DataFrame:
+    """Published single norms of an AMD arch beside the model's figures; empty where none are."""
+    from mlakit.sweep.calibrate import score_published
+
+    scored = score_published()
+    columns = "device op kv_lora_rank m p50_us modelled_us error_pct source".split()
+    return scored.loc[scored["arch"] == archs.base_name(arch), columns].reset_index(drop=True)

@@ -1,0 +1,428 @@
+"""Fit the latency model to timing rows, and score it on what the fit never saw.
+
+A held-out cell's width pair *and* path are both absent from the fit that predicts it. Errors are
+absolute, in percent of the measured median. ``write`` puts parameters and errors into
+``data/latency.csv``; every line names the rows it came from.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from mlakit import archs, latency
+from mlakit.datafiles import data_dir
+from mlakit.errors import MisuseError
+from mlakit.records import CONTROLS
+from mlakit.shapes import Widths
+
+COLUMNS = "arch device what path name value unit source".split()
+
+_PRIOR = {
+    "gpu": {"launch_us": 0.7, "loaded_us": 0.3, "gbps": 4000.0, "unit_gbps": 60.0, "chain": 0.7}
+    | {"tiny": 0.7, "rate": 16.0, "gather": 4.0},
+    "cpu": {"launch_us": 1.0, "loaded_us": 0.01, "gbps": 30.0, "unit_gbps": 20.0, "chain": 2.0}
+    | {"tiny": 2.0, "rate": 2.0, "gather": 1.0},
+}
+"""Where a fit starts and what a parameter that no row tells anything of stays at; a GPU's
+rate of 16 elements a ns and unit is twice what its memory delivers, near enough to be felt."""
+_PRIOR_WEIGHT = 0.02
+"""A tenfold change of a parameter weighs as much as a 5 % error of one cell."""
+
+
+def usable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows the model speaks of: a figure, cold cache, 16-bit or float32, a path it knows."""
+    keep = (
+        (frame["status"] == "ok")
+        & frame["p50_us"].notna()
+        & (frame["cache"] == "cold")
+        & (frame["quant"] == "none")
+        & frame["clock"].isin(["graph", "cpu"])
+        & frame["path_ran"].isin(latency.MODELLED)
+        & (frame["path_ran"].isin(CONTROLS) | (frame["path_ran"] == frame["path_requested"]))
+    )
+    return frame[keep].reset_index(drop=True)
+
+
+def units_of(frame: pd.DataFrame) -> int:
+    """Compute units of the rows' device: threads on a CPU (from the rows' notes).
+
+    Raises:
+        MisuseError: no rows, rows of several devices, or a card whose units no table has.
+    """
+    devices = frame["device"].unique()
+    if len(devices) != 1:
+        raise MisuseError(f"rows of {len(devices)} devices: calibrate one device at a time")
+    arch = archs.base_name(frame["arch"].iloc[0])
+    if arch == "cpu":
+        threads = re.search(r"torch threads (\d+)", " ".join(frame["note"].dropna()))
+        return int(threads.group(1)) if threads else 1
+    return _known(product_of(arch, devices[0]).compute_units, f"compute units of {devices[0]}")
+
+
+def _known(value, what: str):
+    """``value``, which ``data/archs.csv`` must have."""
+    if value is None:
+        raise MisuseError(f"data/archs.csv has no {what}: add it, with its source")
+    return value
+
+
+def product_of(arch: str, device: str) -> archs.Arch:
+    """The line of ``data/archs.csv`` for a device's own name, else the arch's first line."""
+    of_arch = [p for p in archs.products() if p.name == arch]
+    named = [p for p in of_arch if p.product.split()[0].lower() in device.lower()]
+    return (named or of_arch)[0]
+
+
+class _Design:
+    """The launches of every row, flat, so that a fit predicts all rows in one pass."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        flat = []
+        for i, r in enumerate(frame.itertuples()):
+            made = latency.plan(
+                r.path_ran,
+                Widths(int(r.q_lora_rank), int(r.kv_lora_rank)),
+                int(r.m),
+                r.dtype,
+                arch=archs.base_name(r.arch),
+                into_out=r.clock != "cpu" or r.layout.endswith("_out"),
+                contiguous=r.layout == "contiguous",
+            )
+            flat += [(i, *astuple(x)) for x in made]
+        self.row, *self.launches = (np.array(c) for c in zip(*flat, strict=True))
+        self.kinds = set(self.launches[0])
+        self.rows = len(frame)
+
+    def predict(self, parameters: dict, units: int) -> np.ndarray:
+        """Microseconds of each row."""
+        each = sum(latency.terms(parameters, units, *self.launches).values())
+        return np.bincount(self.row, each, minlength=self.rows)
+
+
+def predict(frame: pd.DataFrame, parameters: dict, units: int) -> np.ndarray:
+    """Modelled microseconds of rows as ``usable`` returns them."""
+    return _Design(frame).predict(parameters, units)
+
+
+def prior(cpu: bool) -> dict[str, float]:
+    """The parameters before any row is seen."""
+    base = _PRIOR["cpu" if cpu else "gpu"]
+    p = {n: base[n] for n in latency.CARD_PARAMETERS}
+    p |= {f"chain_us:{k}": base["tiny" if k == "tiny" else "chain"] for k in latency.KINDS}
+    kinds = [k for k in latency.KINDS if cpu or k not in latency.MEMORY_BOUND]
+    return p | {f"rate:{k}": base["gather" if k == "gather" else "rate"] for k in kinds}
+
+
+def fit(
+    frame: pd.DataFrame, units: int, fixed: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Parameters that fit rows (of ``usable``, one device) best, by least squares on logarithms.
+
+    ``fixed`` parameters are kept; the launch cost is the launch floor's own median where the rows
+    have one.
+
+    Raises:
+        MisuseError: no rows.
+    """
+    from scipy.optimize import least_squares
+
+    if frame.empty:
+        raise MisuseError("no timing row to calibrate from: sweep first, cold cache, no quant")
+    cpu = frame["clock"].iloc[0] == "cpu"
+    floor = frame.loc[frame["path_ran"] == "launch_floor", "p50_us"]
+    rest = frame[frame["path_ran"] != "launch_floor"]
+    design, truth = _Design(rest), np.log(rest["p50_us"].to_numpy(float))
+    held = ({"launch_us": float(floor.median())} if len(floor) else {}) | dict(fixed or {})
+    start = prior(cpu) | held
+    names = [n for n in start if n not in held]
+    names = [n for n in names if ":" not in n or n.split(":")[1] in design.kinds]
+    most = np.full(len(names) + 2, np.inf)
+    if "gbps" in names and not cpu:
+        product = product_of(archs.base_name(frame["arch"].iloc[0]), frame["device"].iloc[0])
+        start["gbps"] = 0.85 * _known(product.hbm_gbps, f"bandwidth of {product.product}")
+        most[names.index("gbps")] = np.log(1 / 0.85)
+
+    def parameters(x: np.ndarray) -> dict[str, float]:
+        # The last two move all chains and all rates: a kind that no row shows goes with the others.
+        moved = dict(zip(names, x, strict=False)) | {"chain_us": x[-2], "rate": x[-1]}
+        return {
+            n: v * np.exp(moved.get(n, 0.0) + moved.get(n.split(":")[0], 0.0) * (":" in n))
+            for n, v in start.items()
+        }
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.concatenate(
+            [np.log(design.predict(parameters(x), units)) - truth, _PRIOR_WEIGHT * x]
+        )
+
+    bounds = (np.full(len(most), -np.inf), most)
+    first = np.zeros(len(most))
+    found = least_squares(residuals, first, bounds=bounds, loss="soft_l1", f_scale=0.1, max_nfev=80)
+    return {n: float(v) for n, v in parameters(found.x).items()}
+
+
+def held_out(frame: pd.DataFrame, *, paths_too: bool = True) -> pd.DataFrame:
+    """``frame`` with ``modelled_us`` and ``error_pct``, each cell predicted by a stranger's fit.
+
+    Args:
+        frame: rows of one device.
+        paths_too: leave the cell's path out of the fit as well as its width pair; the controls
+            (copy, launch floor) stay, at the other pairs.
+
+    Raises:
+        MisuseError: fewer than two width pairs.
+    """
+    frame = usable(frame)
+    units = units_of(frame)
+    pair = list(zip(frame["q_lora_rank"], frame["kv_lora_rank"], strict=True))
+    pairs = sorted(set(pair))
+    if len(pairs) < 2:
+        raise MisuseError("rows of one width pair: nothing can be held out; sweep another pair")
+    of_pair = pd.Series([pairs.index(p) for p in pair], frame.index)
+    modelled = pd.Series(np.nan, frame.index)
+    for i in range(len(pairs)):
+        groups = sorted(set(frame.loc[of_pair == i, "path_ran"]) - set(CONTROLS))
+        for path in groups if paths_too else [None]:
+            train = frame[(of_pair != i) & (frame["path_ran"] != path)]
+            test = (of_pair == i) & (
+                ~frame["path_ran"].isin(CONTROLS) if path is None else frame["path_ran"] == path
+            )
+            modelled[test] = predict(frame[test], fit(train, units), units)
+    found = frame.assign(modelled_us=modelled).dropna(subset="modelled_us")
+    error = 100 * (found["modelled_us"] - found["p50_us"]) / found["p50_us"]
+    return found.assign(error_pct=error).reset_index(drop=True)
+
+
+def score(cells: pd.DataFrame, by: str = "path_ran") -> pd.DataFrame:
+    """Median and ninth decile of the absolute error by path, and over all; bias is signed."""
+
+    def summary(name: str, part: pd.DataFrame) -> dict:
+        size = part["error_pct"].abs()
+        return {
+            by: name,
+            "cells": len(part),
+            "median_pct": size.median(),
+            "p90_pct": size.quantile(0.9),
+            "bias_pct": part["error_pct"].median(),
+        }
+
+    groups = [summary(name, part) for name, part in cells.groupby(by, sort=True)]
+    return pd.DataFrame([summary("all", cells), *groups])
+
+
+def measured_fusion(frame: pd.DataFrame, widths: Widths, dtype: str = "bf16") -> pd.DataFrame:
+    """By m: the best fused path's and the best unfused path's median, and their difference.
+
+    Columns m, measured_fused_us, measured_pair_us, measured_saved_us, fused_path, pair_path; rows
+    of one device, one clock (graph before cpu), cold cache. Paths that copy are pairs too.
+    """
+    from mlakit.paths import registry
+
+    rows = usable(frame)
+    rows = rows[
+        (rows["q_lora_rank"] == widths.q_lora_rank)
+        & (rows["kv_lora_rank"] == widths.kv_lora_rank)
+        & (rows["dtype"] == dtype)
+        & ~rows["path_ran"].isin(CONTROLS)
+    ]
+    found = []
+    for m, part in rows.groupby("m"):
+        times = part.groupby("path_ran")["p50_us"].median()
+        fused = times[[registry.get(n).fused for n in times.index]]
+        pair = times.drop(fused.index)
+        if len(fused) and len(pair):
+            row = {"m": int(m), "measured_fused_us": fused.min(), "measured_pair_us": pair.min()}
+            row |= {"measured_saved_us": pair.min() - fused.min()}
+            found.append(row | {"fused_path": fused.idxmin(), "pair_path": pair.idxmin()})
+    return pd.DataFrame(found)
+
+
+# ---- published figures of cards that nobody here has
+
+PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
+"""Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""
+_IN_CACHE = {"gbps": 1e5}
+"""The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
+again: memory does not bound them, each compute unit's own share does."""
+_FITTED_OP = "HIP"
+"""Of the published kernels, the one that is fitted: it is at or near the front on both cards."""
+
+
+def published_cells() -> pd.DataFrame:
+    """Every published kernel time of an AMD card with rows, one width and a number: as timing rows.
+
+    All are single norms by profilers of others, cache state not stated; ``op`` names the kernel.
+    """
+    frame = pd.read_csv(data_dir() / "published.csv")
+    frame = frame[(frame["metric"] == "kernel_time") & frame["hardware"].isin(PUBLISHED_PRODUCTS)]
+    m, us = (pd.to_numeric(frame[c], errors="coerce") for c in ("m", "value"))
+    width = frame["n_q"].fillna(frame["n_kv"])
+    frame = frame.assign(m=m, p50_us=us, width=width).dropna(subset=["m", "p50_us", "width"])
+    columns = {
+        "arch": frame["hardware"].map(lambda h: PUBLISHED_PRODUCTS[h][0]),
+        "device": frame["hardware"],
+        "op": frame["op"].str.replace("single RMSNorm, ", "", regex=False),
+        "q_lora_rank": 0,
+        "kv_lora_rank": frame["width"].astype(int),
+        "m": frame["m"].astype(int),
+        "p50_us": frame["p50_us"],
+        "source": frame["source_url"],
+    }
+    same = {"status": "ok", "cache": "cold", "quant": "none", "clock": "graph", "dtype": "bf16"}
+    # A fused path with no q part is one norm of the kind that all of these are.
+    same |= {"layout": "contiguous", "path_ran": "aiter_fused", "path_requested": "aiter_fused"}
+    return pd.DataFrame(columns).assign(**same, note="").reset_index(drop=True)
+
+
+def _card(hardware: str) -> archs.Arch:
+    product = PUBLISHED_PRODUCTS[hardware][1]
+    return next(p for p in archs.products() if p.product == product)
+
+
+def _units(hardware: str) -> int:
+    return _known(_card(hardware).compute_units, f"compute units of {hardware}")
+
+
+def score_published() -> pd.DataFrame:
+    """``published_cells`` with ``modelled_us`` and ``error_pct``: each card by the other's fit."""
+    cells = published_cells()
+    scored = []
+    for hardware, part in cells.groupby("device", sort=True):
+        other = cells[(cells["device"] != hardware) & (cells["op"] == _FITTED_OP)]
+        p = fit(other, _units(other["device"].iloc[0]), _IN_CACHE)
+        modelled = predict(part, p, _units(hardware))
+        error = 100 * (modelled - part["p50_us"]) / part["p50_us"]
+        scored.append(part.assign(modelled_us=modelled, error_pct=error))
+    return pd.concat(scored, ignore_index=True)
+
+
+# ---- data/latency.csv
+
+
+def _line(arch: str, device: str, what: str, path: str, name: str, value, unit: str, source: str):
+    shown = value if isinstance(value, int) else f"{value:.5g}"
+    return dict(zip(COLUMNS, (arch, device, what, path, name, shown, unit, source), strict=True))
+
+
+def _unit(name: str) -> str:
+    base = name.split(":")[0]
+    return {"rate": "elements/ns/unit"}.get(base, "us" if base.endswith("_us") else "GB/s")
+
+
+def _parameter_lines(
+    frame: pd.DataFrame, arch: str, device: str, units: int, source: str, p: dict[str, float]
+) -> list[dict]:
+    lines = [_line(arch, device, "parameter", "", n, v, _unit(n), source) for n, v in p.items()]
+    widths = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
+    ranges = {"units": units, "m_from": frame["m"].min(), "m_to": frame["m"].max()}
+    ranges |= {"width_from": widths.min(), "width_to": widths.max()}
+    lines += [
+        _line(arch, device, "parameter", "", n, int(v), "count", source) for n, v in ranges.items()
+    ]
+    return lines
+
+
+def _error_lines(scores: pd.DataFrame, arch: str, device: str, source: str) -> list[dict]:
+    return [
+        _line(arch, device, "error", r.path_ran, name, getattr(r, name), "%", source)
+        for r in scores.itertuples()
+        for name in ("median_pct", "p90_pct")
+    ]
+
+
+def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
+    """Lines of ``data/latency.csv`` for one device's rows: parameters, range, errors.
+
+    A path's own error is on width pairs the fit never saw; ``all`` is for a path that was never
+    timed: neither the pair nor the path was in the fit.
+
+    Raises:
+        MisuseError: no usable rows, several devices, or one width pair only.
+    """
+    frame = usable(frame)
+    arch = archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
+    units = units_of(frame)
+    device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
+    strict, widths = score(held_out(frame)), score(held_out(frame, paths_too=False))
+    n = int(strict["cells"].iloc[0])
+    return [
+        *_parameter_lines(frame, arch, device, units, source, fit(frame, units)),
+        *_error_lines(strict[:1], arch, device, f"{n} cells, width pair and path unseen; {source}"),
+        *_error_lines(widths[1:], arch, device, f"width pair unseen; {source}"),
+    ]
+
+
+def published_lines(share_of_peak: float) -> list[dict]:
+    """Lines for AMD: gfx950 from published figures, errors of both cards, one launch cost.
+
+    ``share_of_peak``: of memory bandwidth, as a measured card reaches it; no published figure of a
+    norm tells it for AMD.
+    """
+    cells = published_cells()
+    hardware, (arch, product) = "MI350", PUBLISHED_PRODUCTS["MI350"]
+    own = cells[(cells["device"] == hardware) & (cells["op"] == _FITTED_OP)]
+    peak_gbps = _known(_card(hardware).hbm_gbps, f"bandwidth of {product}")
+    p = fit(own, _units(hardware), _IN_CACHE) | {"gbps": share_of_peak * peak_gbps}
+    source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
+    lines = _parameter_lines(own, arch, product, _units(hardware), source, p)
+    scored = score_published()
+    for device, part in scored.groupby("device", sort=True):
+        arch, product = PUBLISHED_PRODUCTS[device]
+        words = f"{len(part)} published single norms on {device}, fitted on the other card's"
+        lines += _error_lines(score(part)[:1].assign(path_ran="row"), arch, product, words)
+    floor = pd.read_csv(data_dir() / "published.csv")
+    floor = floor[floor["metric"] == "hip_graph_dispatch_time"]
+    floor = floor[floor["op"].str.contains("941 dispatches 1 block")]
+    for r in floor.itertuples():
+        value = float(r.value)
+        lines.append(
+            _line(r.arch, r.hardware, "launch", "", "launch_us", value, "us", r.source_url)
+        )
+    return lines
+
+
+def write(lines: Iterable[dict], path: str | Path | None = None) -> Path:
+    """Write ``data/latency.csv``, whole or not at all; the file."""
+    target = Path(path or data_dir() / "latency.csv")
+    temporary = target.with_suffix(".tmp")
+    with open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    temporary.replace(target)
+    return target
+
+
+def recorded_frames() -> dict[str, pd.DataFrame]:
+    """Committed timing rows by device folder, each with one device's rows; newest files last."""
+    from mlakit.sweep.store import read_rows
+
+    found: dict[str, list] = {}
+    for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
+        if not file.stem.endswith(("accuracy", "samples")):
+            found.setdefault(file.parent.name, []).append(read_rows(file))
+    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
+
+
+def main() -> None:
+    """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``."""
+    lines = [
+        line
+        for name, frame in recorded_frames().items()
+        for line in lines_of(frame, f"data/recorded/{name}")
+    ]
+    reached = {x["device"]: float(x["value"]) for x in lines if x["name"] == "gbps"}
+    peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
+    shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
+    print(write([*lines, *published_lines(max(shares))]))
+
+
+if __name__ == "__main__":
+    main()
