@@ -1,0 +1,118 @@
+"""History: every run keeps its place, gaps show, a regression is found and leads to its cell."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from mlakit.errors import ExitCode, MisuseError
+from mlakit.records import CONTROLS, Cell
+from mlakit.report import history
+from mlakit.sweep import store
+
+CELLS = [Cell("cpu", m, 1536, 512, ("torch_native", "cpu_fused")) for m in (1, 8, 64, 512)]
+
+
+def row(cell: Cell, path: str, us: np.ndarray) -> dict:
+    low, middle, high = np.percentile(us, (20, 50, 80))
+    base = {"schema_version": 1, "device": "a CPU", "evidence": "measured", "vendor": "cpu"}
+    base |= {c: getattr(cell, c) for c in "arch m q_lora_rank kv_lora_rank dtype".split()}
+    base |= {c: getattr(cell, c) for c in "quant layout clock cache".split()}
+    base |= {"cell_id": cell.id, "path_requested": path, "path_ran": path, "status": "ok"}
+    return base | {"n": len(us), "p20_us": low, "p50_us": middle, "p80_us": high}
+
+
+def record(root, name, day, *, slow=(), seed=0, cells=CELLS, report=True, status="ok"):
+    """A report's folder (or a bare run's) of a day; ``slow``: batches 20 % slower."""
+    rng = np.random.default_rng(seed)
+    folder = root / name / f"{name}-timing" if report else root / name
+    run = store.create_run(folder, CELLS, measure=["timing"])
+    for cell in cells:
+        samples = {}
+        for path in (*cell.paths, CONTROLS[0]):
+            factor = 1.2 if path == "cpu_fused" and cell.m in slow else 1.0
+            samples[path] = 5 * factor * (1 + 0.01 * rng.standard_normal(100))
+        rows = [row(cell, path, us) for path, us in samples.items()]
+        store.write_part(folder, "timing", cell.id, rows, samples=samples)
+    run.save(status=status, started_at=f"2026-11-{day:02d}T03:00:00Z")
+    run.close()
+    if report:
+        (root / name / "summary.json").write_text(json.dumps({"status": status}))
+        (root / name / "index.html").write_text("<h1>report</h1>")
+        (root / name / "02_speed-cpu-DeepSeek-V3.html").write_text("<h1>speed</h1>")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    record(root, "first", 1, seed=1)
+    record(root, "second", 2, seed=2)
+    record(root, "killed", 3, seed=3, cells=[], status="killed")
+    record(root, "bare", 4, seed=4, report=False)
+    record(root, "slow", 9, seed=5, slow=(8, 64))
+    (root / "notes").mkdir()
+    return root
+
+
+def test_every_run_keeps_its_place(root):
+    found = history.history(root)
+    assert [e.name for e in found] == ["first", "second", "killed", "bare", "slow"]
+    assert [e.comparison is not None for e in found] == [True, True, False, True, True]
+    assert found[2].note
+    frame = history.trend_frame(found)
+    assert list(frame["at"].dt.day) == [1, 2, 3, 4, 9]
+    assert np.isnan(frame["ratio"][2])
+    assert frame["ratio"].iloc[-1] == pytest.approx(1.2**0.25, rel=0.01)
+    assert (frame["lo"].dropna() <= frame["ratio"].dropna()).all()
+
+
+def test_the_regression_is_found_where_it_is_and_only_there(root):
+    by_name = {e.name: e for e in history.history(root)}
+    slower = [c for c in by_name["slow"].comparison.changes if c.verdict == "slower"]
+    assert {(c.path, c.cell["m"]) for c in slower} == {("cpu_fused", 8), ("cpu_fused", 64)}
+    assert by_name["slow"].exit_code == ExitCode.REGRESSION
+    assert by_name["second"].exit_code == by_name["bare"].exit_code == ExitCode.OK
+
+
+def test_the_page_links_the_cells_and_refers_to_nothing_outside(root):
+    file = history.write(root)
+    text = file.read_text()
+    assert 'href="slow/02_speed-cpu-DeepSeek-V3.html"' in text
+    assert 'href="#slow"' in text
+    assert 'id="slow"' in text
+    assert "Runs against first (not pinned" in text
+    assert "1 of 5 runs have no figure" in text
+    for target in re.findall(r'href="([^"#]+)"', text):
+        assert (root / target).exists(), target
+    assert not re.search(r"<script|<link|https?://(?!www.w3.org)", text)
+    assert str(root) not in text
+
+
+def test_a_pin_is_obeyed_and_kept(tmp_path):
+    record(tmp_path, "old", 1, seed=1, slow=(1, 8, 64, 512))
+    record(tmp_path, "new", 2, seed=2)
+    assert history.history(tmp_path)[1].comparison.counts["faster"] == 4
+    history.pin(tmp_path, "new")
+    assert history.history(tmp_path)[0].comparison.counts["slower"] == 4
+    assert "Runs against new</h1>" in history.write(tmp_path).read_text()
+    assert history.history(tmp_path, "old")[1].comparison.counts["faster"] == 4
+
+
+def test_misuse_is_named(tmp_path):
+    with pytest.raises(MisuseError, match="no runs in"):
+        history.history(tmp_path)
+    record(tmp_path, "one", 1)
+    with pytest.raises(MisuseError, match="'two' is no run"):
+        history.history(tmp_path, "two")
+    with pytest.raises(MisuseError, match="no run 'two'"):
+        history.pin(tmp_path, "two")
+
+
+def test_an_unreadable_run_is_shown(tmp_path):
+    record(tmp_path, "one", 1)
+    record(tmp_path, "torn", 2)
+    (tmp_path / "torn" / "torn-timing" / "run.json").write_text("{")
+    entries = {e.name: e for e in history.entries(tmp_path)}
+    assert entries["torn"].status == "unreadable"
+    assert "torn" in history.write(tmp_path).read_text()
