@@ -3,8 +3,8 @@
 Import this only where triton is. One launch normalises the rows of q and of kv. A row is taken in
 chunks of ``WARPS * LANES * VEC`` elements, of which each thread holds VEC neighbours (16 bytes).
 The row's sum has one fixed tree: chunks in order, then neighbours in pairs, then lanes, then warps.
-Which other rows share the program or the launch does not enter into it. Memory whose rows do not start
-on 16 bytes is read piece by piece, and a thread then adds in another order: an ulp, now and then.
+Which other rows share the program or the launch does not enter into it. Memory whose rows do not
+start on 16 bytes is read piece by piece; a thread then adds in another order: an ulp, now and then.
 """
 
 # Triton compiles these functions: it knows no tuple unpacking.

@@ -40,7 +40,7 @@ if triton is not None:
             x = tl.where((w == w)[None, :], x, tl.zeros_like(x))
             tl.store(y_ptr + rows[:, None] * N + columns[None, :], x, mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["m"])  # one build serves every M
     def _copy_kernel(
         q_ptr,
         qw_ptr,
