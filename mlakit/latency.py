@@ -432,3 +432,19 @@ def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -
             }
         )
     return pd.DataFrame(rows)
+
+
+LEVEL_PCT = 5.0
+"""Below this share of the pair's time two ways count as level: a good kernel's own choice of
+config moves it by as much."""
+
+
+def meeting_m(arch: str, widths: Widths, dtype: str = "bf16") -> int | None:
+    """The power of two of M from which the saved launch is under ``LEVEL_PCT`` of the pair's time.
+
+    None: not up to 2^20 rows.
+    """
+    frame = fusion(arch, widths, [2**n for n in range(21)], dtype)
+    over = frame.loc[frame["saved_pct"] >= LEVEL_PCT, "m"]
+    first = 1 if over.empty else 2 * int(over.max())
+    return first if first <= 2**20 else None

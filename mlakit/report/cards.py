@@ -76,7 +76,15 @@ def modelled_paths(arch: str, widths: Widths, dtype: str = "bf16") -> list[str]:
     context = Context(arch=arch, m=64, q_lora_rank=widths.q_lora_rank, dtype=dtype,
                       norm_weight_dtype=dtype, kv_lora_rank=widths.kv_lora_rank)  # fmt: skip
     known = [registry.get(n) for n in registry.names() if n in latency.MODELLED]
-    return [p.name for p in known if p.timed and p.supports(context) is None]
+    here = [p for p in known if p.timed or arch != "cpu"]
+    return [p.name for p in here if p.supports(context) is None]
+
+
+def best_two(names: list[str]) -> list[str]:
+    """The fused path and the unfused one to draw: the first of each that is there."""
+    fused = [n for n in names if n in latency.ONE_LAUNCH]
+    pairs = [n for n in (*latency.ROW_PAIRS, "inductor") if n in names]
+    return [*fused[:1], *pairs[:1]]
 
 
 def emulated(made: dict[str, Compiled], widths: Widths, dtype: str, seed: int) -> pd.DataFrame:
@@ -120,6 +128,10 @@ def verdict(arch: str, model: str, batches: list[int], dtype: str) -> list[str]:
         f"At M={last['m']} a fused kernel that is {last['slack_pct']:.1f} % slower in the rest "
         "than two tuned kernels has lost what the launch saved.",
     ]
+    if (meet := latency.meeting_m(arch, widths, dtype)) is not None:
+        sentences.append(
+            f"Fused and two good kernels meet, within {latency.LEVEL_PCT:g} %, from M={meet} on."
+        )
     if last["outside"]:
         sentences.append(f"Extrapolated: {last['outside']}.")
     return sentences
@@ -163,3 +175,21 @@ def against_published(arch: str) -> pd.DataFrame:
     scored = score_published()
     columns = "device op kv_lora_rank m p50_us modelled_us error_pct source".split()
     return scored.loc[scored["arch"] == archs.base_name(arch), columns].reset_index(drop=True)
+
+
+def fusion_everywhere(widths: Widths, batches: list[int], dtype: str = "bf16") -> pd.DataFrame:
+    """What one launch saved buys on every arch: us and % at each M, where the two meet, error."""
+    rows = []
+    for arch in archs.known():
+        try:
+            frame = latency.fusion(arch, widths, batches, dtype)
+        except MisuseError as reason:
+            rows.append({"arch": arch, "note": str(reason)})
+            continue
+        row: dict = {"arch": arch}
+        for r in frame.itertuples():
+            row[f"M={r.m}"] = f"{r.saved_us:.2g} us ({r.saved_pct:.0f} %)"
+        row["level_from_m"] = latency.meeting_m(arch, widths, dtype)
+        row |= {"error_pct": frame["error_pct"].iloc[0], "note": frame["outside"].iloc[-1]}
+        rows.append(row | {"evidence": "modelled"})
+    return pd.DataFrame(rows)
