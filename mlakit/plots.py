@@ -482,4 +482,5 @@ def model_error(frame: pd.DataFrame, title: str = "The model on cells it never s
     axes.axhspan(0.75, 1.25, color="#777777", alpha=0.12)
     axes.axhline(1, color="#777777", linewidth=1)
     _finish(axes, base=10)
+    axes.xaxis.set_minor_formatter(axes.xaxis.get_major_formatter())
     return figure
