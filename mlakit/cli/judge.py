@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from mlakit.archs import default_device
+from mlakit.archs import check as check_arch
+from mlakit.archs import default_device, vendor_of
 from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
 from mlakit.errors import ExitCode
 
@@ -45,6 +46,9 @@ def drift(
     path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
     out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Only what an absent AMD card's binary computes.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """How far each path drifts from float64: rounding share, ulps, signed bias."""
@@ -52,6 +56,11 @@ def drift(
     from mlakit.sweep import run, store
     from mlakit.sweep.spec import SweepSpec
 
+    if emulate:
+        cards = split(arch)
+        if not cards or any(vendor_of(check_arch(a)) != "amd" for a in cards):
+            raise MisuseError("--emulate runs an AMD card's binary: name it, --arch gfx942")
+        path, batch = ["triton_fused"], batch or ["64"]
     lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch or ["257"]}
     lists |= {"dtypes": dtype, "quants": quant, "paths": path}
     asked = SweepSpec.parse(
@@ -60,6 +69,8 @@ def drift(
     done = run.run_asked(asked.expand_values(), store.new_run_dir(out), asked.options(), progress())
     rows = store.read_rows(done.run_dir, "accuracy")
     judged = rows[rows["share_correct"].notna()]
+    if emulate:
+        judged = judged[judged["note"].str.contains("machine code")]
     print_rows(judged[["arch", "m", *chapters.DRIFT_COLUMNS]].to_dict("records"), "drift", as_json)
     if not as_json:
         for name, part in rows.groupby("arch", sort=False):

@@ -31,6 +31,9 @@ in float32, which in 16 bits moves only elements next to a tie."""
 FORMULA_SHARE = 0.01
 """Share of 16-bit elements that may differ from the declared formula before it is flagged."""
 
+EXECUTED_ROWS = 64
+"""Rows of a batch that are run through the emulator; a batch-invariant kernel needs no more."""
+
 AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
 
 
@@ -38,7 +41,8 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -
     """One row per path, input family and output (q, k) of ``cell``, against float64.
 
     A path that cannot run here gives one ``skipped`` row with the reason. A cell of an AMD arch
-    that is not here also gets ``emulated_rows``: AITER's arithmetic by a rounding formula.
+    that is not here also gets ``emulated_rows`` (AITER's arithmetic by a rounding formula) and
+    ``executed_rows`` (that arch's own binary of ``triton_fused``, run on numpy).
 
     Args:
         cell: what to run; clock and cache are kept but mean nothing here.
@@ -58,6 +62,8 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -
             rows += _path_rows(base, path, cell, context, device)
     if absent and archs.vendor_of(cell.arch) == "amd":
         rows += emulated_rows(cell)
+        if "triton_fused" in cell.paths and cell.quant == "none":
+            rows += executed_rows(cell)
     return CellResult(rows)
 
 
@@ -230,4 +236,38 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
                     **drift.figures(),
                 )
             )
+    return rows
+
+
+def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict]:
+    """``triton_fused`` on ``cell.arch`` by executing that arch's machine code on numpy.
+
+    Evidence ``emulated``: instruction semantics, with idealised rsqrt and reciprocal (hardware may
+    differ by an ulp of float32); no timing, and no missing wait or race would be seen.
+    """
+    from mlakit.codegen import compile as compiler
+    from mlakit.codegen import execute, shipped
+    from mlakit.codegen.isa.parse import EmulationError
+
+    base = _identity(cell, None) | {"evidence": "emulated", "source": "mlakit.codegen.execute"}
+    why = compiler.why_not()
+    if why or cell.arch not in execute.ARCHS:
+        why = why or f"no emulator for {cell.arch}"
+        return [_row(base, "triton_fused", status="skipped", reason=f"not emulated: {why}")]
+    small = replace(cell, m=min(cell.m, EXECUTED_ROWS))
+    compiled, rows = None, []
+    for family in families:
+        given, judged = _inputs(small, family, "cpu")
+        try:
+            done = shipped.emulate_qk_rmsnorm(cell.arch, given, compiled=compiled)
+        except (EmulationError, MisuseError) as error:
+            return [*rows, _row(base, "triton_fused", status="failed", reason=one_line(error))]
+        compiled = done.compiled
+        parts = (("q", done.q, given.q, given.q_weight), ("k", done.k, given.k, given.k_weight))
+        for output, got, x, weight in parts:
+            if x.shape[-1]:
+                found = _judge(registry.get("triton_fused"), output, got, x, weight, small, judged)
+                found |= {"note": f"by executing {cell.arch} machine code on numpy, M = {small.m}"}
+                found |= {"reason": f"no {cell.arch} here: emulated", "evidence": "emulated"}
+                rows.append(_row(base, "triton_fused", input_family=family, output=output, **found))
     return rows

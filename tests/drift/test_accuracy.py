@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mlakit.codegen import compile as compiler
 from mlakit.drift import accuracy
 from mlakit.paths import registry
 from mlakit.records import ACCURACY_COLUMNS, Cell
@@ -141,3 +142,20 @@ def test_quantised_garbage_is_wrong(fake_path):
     rows = accuracy.accuracy_cell(cell(q_lora_rank=256, quant="fp8_group128")).rows
     assert {r["status"] for r in rows if r["output"] == "q"} == {"wrong"}
     assert {r["status"] for r in rows if r["output"] == "k"} == {"ok"}
+
+
+@pytest.mark.skipif(bool(compiler.why_not()), reason="needs triton to compile")
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_an_absent_cards_own_binary_is_executed_and_judged(arch):
+    rows = accuracy.executed_rows(cell(arch=arch, paths=("triton_fused",)), ("normal", "outlier"))
+    assert len(rows) == 4
+    for r in rows:
+        assert (r["status"], r["evidence"], r["path_ran"]) == ("ok", "emulated", "triton_fused")
+        assert r["share_correct"] >= 0.9999
+        assert f"executing {arch} machine code" in r["note"]
+
+
+def test_a_card_without_an_emulator_says_so():
+    (row,) = accuracy.executed_rows(cell(arch="sm_80", paths=("triton_fused",)))
+    assert row["status"] == "skipped"
+    assert "no emulator for sm_80" in row["reason"]
