@@ -50,6 +50,8 @@ def mlakit(*arguments, cwd=None) -> subprocess.CompletedProcess:
         (["fingerprint", "json:nosuch"], "nosuch"),
         (["significance", "--a", "2.5", "--b", "0.9", "--n", "100"], "2.5"),
         (["significance", "--a", "0.9", "--b", "0.8"], "n"),
+        (["drift", "--emulate"], "--arch gfx942"),
+        (["drift", "--emulate", "--arch", "sm_90"], "AMD"),
         (["nosuch"], "No such command"),
         (["sweep", "--nosuch"], "No such option"),
     ],

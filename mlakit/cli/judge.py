@@ -11,7 +11,7 @@ import typer
 from mlakit.archs import check as check_arch
 from mlakit.archs import default_device, vendor_of
 from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
-from mlakit.errors import ExitCode
+from mlakit.errors import ExitCode, MisuseError
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
 
