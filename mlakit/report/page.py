@@ -57,7 +57,7 @@ def notebook_page(path: Path, run: NotebookRun, footer: str) -> str:
         ]
         body, _ = exporter.from_notebook_node(nb)
     else:
-        body = "<p>Nothing was saved: the notebook never started.</p>"
+        body = f"<h1>{html.escape(title)}</h1><p>Nothing was saved: it never started.</p>"
     return page(title, "".join(head) + body, footer)
 
 
