@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mlakit.paths.triton_kernels import _halve, _reciprocal_root, _row_total
+from mlakit.paths.triton_kernels import _reciprocal_root, _row_total
 
 
 @triton.jit
@@ -168,15 +168,9 @@ def _load_weight(
 
 @triton.jit
 def _rstd(
-    pieces, eps,
-    N: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    AS_FUSED: tl.constexpr,
-):  # fmt: skip
-    """(R, 1) float32; the sum's tree is that of WARPS warps a row, of which a piece holds some.
-
-    AS_FUSED: ``triton_fused``'s tree, lanes before warps. Otherwise warps before lanes, which a
-    warp that does the work of two has for one addition.
-    """
+    pieces, eps, N: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
+):
+    """(R, 1) float32; the sum's tree is that of WARPS warps a row, of which a piece holds some."""
     # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
     WIDE: tl.constexpr = tl.float64 if pieces[0].dtype == tl.float32 else tl.float32
     HELD: tl.constexpr = pieces[0].shape[1] // (LANES * VEC)
@@ -186,31 +180,14 @@ def _rstd(
         for c in tl.static_range(first, len(pieces), WARPS // HELD):
             value = _float(pieces[c]).to(WIDE)
             squares += value * value
-        if AS_FUSED:
-            squares = _row_total((squares,), HELD, LANES)
-        else:
-            for _ in tl.static_range(3):
-                if squares.shape[1] > HELD * LANES:
-                    squares = _halve(squares)
-        totals = totals + (squares,)
+        totals = totals + (_row_total((squares,), HELD, LANES),)
     for _ in tl.static_range(5):
         if len(totals) > 1:
-            added = ()
+            halved = ()
             for i in tl.static_range(len(totals) // 2):
-                # Neighbours as in ``_row_total``, or halves as below.
-                if AS_FUSED:
-                    added = added + (totals[2 * i] + totals[2 * i + 1],)
-                else:
-                    added = added + (totals[i] + totals[i + len(totals) // 2],)
-            totals = added
-    total = totals[0]
-    if not AS_FUSED:
-        for _ in tl.static_range(5):
-            if total.shape[1] > LANES:
-                halves = tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2))
-                total = tl.sum(halves, axis=1)
-        total = tl.sum(total, axis=1)
-    mean = total * (1.0 / N) + tl.cast(eps, WIDE)
+                halved = halved + (totals[2 * i] + totals[2 * i + 1],)
+            totals = halved
+    mean = totals[0] * (1.0 / N) + tl.cast(eps, WIDE)
     return _reciprocal_root(mean, pieces[0].dtype)[:, None]
 
 
@@ -262,16 +239,23 @@ def _store_groups(
 @triton.jit
 def _store_token(
     pieces, rstd, values, scales, scale_row_stride, rows, m,
-    N: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
+    N: tl.constexpr, SHARE: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows held as pieces, times rstd, with one scale a row."""
+    """Quantise rows held as pieces, times rstd, with one scale a row; a warp holds SHARE of one."""
     PIECE: tl.constexpr = pieces[0].shape[1]
     row = rows.to(tl.int64)[:, None]
     here = (rows < m)[:, None]
     largest = tl.abs(pieces[0])
     for i in tl.static_range(1, len(pieces)):
         largest = _max(largest, tl.abs(pieces[i]))
-    scale = _fp8_scale(tl.reduce(largest, 1, _max)[:, None] * rstd, MAXIMUM)
+    # As in ``_row_total``: reduced at once, a row in several warps would take two barriers.
+    amax = tl.reduce(tl.reshape(largest, (largest.shape[0], PIECE // SHARE, SHARE)), 2, _max)
+    for _ in tl.static_range(5):
+        if amax.shape[1] > 1:
+            left, right = tl.split(tl.reshape(amax, (amax.shape[0], amax.shape[1] // 2, 2)))
+            amax = _max(left, right)
+    amax = tl.reshape(amax, (amax.shape[0],))[:, None]
+    scale = _fp8_scale(amax * rstd, MAXIMUM)
     tl.store(scales + row * scale_row_stride, scale, mask=here)
     factor = rstd * (1.0 / scale)
     for i in tl.static_range(len(pieces)):
@@ -315,7 +299,7 @@ def norm_and_quantise(
         if NORMALISE:
             if HOIST:
                 weight = _load_weight(q_weight, Q_N, WIDTH, Q_PIECE, Q_SPREAD)
-            rstd = _rstd(held, q_eps, Q_N, Q_WARPS, LANES, VEC, False)
+            rstd = _rstd(held, q_eps, Q_N, Q_WARPS, LANES, VEC)
             if not HOIST:
                 weight = _load_weight(q_weight, Q_N, WIDTH, Q_PIECE, Q_SPREAD)
         pieces = ()
@@ -337,8 +321,9 @@ def norm_and_quantise(
                 )  # fmt: skip
         if QUANT == "fp8_token":
             _store_token(
-                pieces, rstd, values, scales, scale_row_stride, rows, m, Q_N, MAXIMUM, BIAS
-            )
+                pieces, rstd, values, scales, scale_row_stride, rows, m,
+                Q_N, LANES * VEC, MAXIMUM, BIAS,
+            )  # fmt: skip
     if NORMALISE and (not SEPARATE or program >= q_programs):
         first = program * K_ROWS if not SEPARATE else (program - q_programs) * K_ROWS
         _normalise_k(
@@ -359,7 +344,7 @@ def _normalise_k(
     held = _load(k + row * k_stride, N, N, PIECE, here, EVICT)
     if HOIST:
         weight = _load_weight(k_weight, N, N, PIECE, SPREAD)
-    rstd = _rstd(held, eps, N, WARPS, LANES, VEC, True)
+    rstd = _rstd(held, eps, N, WARPS, LANES, VEC)
     if not HOIST:
         weight = _load_weight(k_weight, N, N, PIECE, SPREAD)
     for i in tl.static_range(len(held)):

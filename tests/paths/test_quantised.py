@@ -192,16 +192,16 @@ def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
 
 
 def test_check_says_what_is_wrong():
-    config = triton_quant.heuristic("mxfp4", "sm_90", 65536, 1536, 512)
+    config = triton_quant.heuristic("fp8_token", "sm_90", 65536, 1536, 512)
     for change, words in (
         ({"q_warps": 4}, "widths' trees, 2 and"),
         ({"num_warps": 8}, "do not fill 8 warps"),
         ({"num_warps": 3}, "power of two"),
-        ({"q_rows": 4}, "192 elements a thread"),
+        ({"q_rows": 8}, "192 elements a thread"),
         ({"separate": False, "k_rows": 2}, "equal rows"),
         ({"pdl": True}, "early"),
     ):
-        problem = triton_quant.check("mxfp4", replace(config, **change), "sm_90", 1536, 512)
+        problem = triton_quant.check("fp8_token", replace(config, **change), "sm_90", 1536, 512)
         assert words in problem
 
 
