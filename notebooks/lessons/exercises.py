@@ -147,7 +147,9 @@ JUDGES: dict[str, Callable[..., str | None]] = {
     "5.1": _cut,
     "5.2": _number(-1, "cutting makes every magnitude smaller or leaves it", 0),
     "5.3": lambda got: None if ROUNDINGS[got].formula is mystery() else "another one fits better",
-    "6.1": _number(amdahl.tokens(3.0, 61, 20_000, 64).after.value, "61 layers save 3 us each", 1e-4),
+    "6.1": _number(
+        amdahl.tokens(3.0, 61, 20_000, 64).after.value, "61 layers save 3 us each", 1e-4
+    ),
     "6.2": _number(
         _SAVED.layer_us.value, "1e6 / tokens a second is a step; 61 layers share it", 0.05
     ),
