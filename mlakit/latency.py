@@ -154,6 +154,8 @@ def plan(
         early = path == "triton_fused" and arch in EARLY_ARCHS and m <= EARLY_ROWS
         return [_rows("row", m, parts, size, 0.0 if early else 1.0)]
     out: list[Launch] = []
+    if cpu and path == "torch_native" and not widths.q_lora_rank:
+        parts = [0, *parts]  # eager operations on an empty tensor are dispatched all the same
     for width in parts:
         copied = _pieces("map", m * width, 2 * size, grain)
         gathered = _pieces("gather", m * width, 2 * size, grain)

@@ -401,23 +401,30 @@ def write(lines: Iterable[dict], path: str | Path | None = None) -> Path:
 
 
 def recorded_frames() -> dict[str, pd.DataFrame]:
-    """Committed timing rows by device folder, each with one device's rows; newest files last."""
+    """Committed timing rows by folder; by file for CPUs, whose files may differ in threads."""
     from mlakit.sweep.store import read_rows
 
     found: dict[str, list] = {}
     for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
         if not file.stem.endswith(("accuracy", "samples")):
-            found.setdefault(file.parent.name, []).append(read_rows(file))
+            frame = read_rows(file)
+            cpu = bool((frame["arch"] == "cpu").all())
+            found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
     return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
 
 
 def main() -> None:
-    """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``."""
-    lines = [
-        line
-        for name, frame in recorded_frames().items()
-        for line in lines_of(frame, f"data/recorded/{name}")
-    ]
+    """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``.
+
+    Of several recorded devices of one arch, the one with the most usable rows.
+    """
+    best: dict[str, tuple[str, pd.DataFrame]] = {}
+    for name, frame in recorded_frames().items():
+        rows = usable(frame)
+        for arch in rows["arch"].unique():
+            if len(rows) > len(best.get(arch, ("", []))[1]):
+                best[arch] = name, rows
+    lines = [x for name, rows in best.values() for x in lines_of(rows, f"data/recorded/{name}")]
     reached = {x["device"]: float(x["value"]) for x in lines if x["name"] == "gbps"}
     peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
     shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
