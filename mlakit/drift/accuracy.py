@@ -155,7 +155,9 @@ def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> di
     formula = ROUNDINGS[path.rounding].formula(x, weight, cell.eps).to(got.dtype)
     off = ulps(got, formula.double()).abs()
     flags = _flags(drift)
-    wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > FORMULA_ULPS[cell.dtype]
+    # each rounding of the formula may fall the other way, next to a tie
+    roundings = 2 if path.rounding == "cast_then_weight" else 1
+    wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > roundings * FORMULA_ULPS[cell.dtype]
     if cell.dtype != "fp32" and float((off > 0).double().mean()) > FORMULA_SHARE:
         flags = ",".join(filter(None, (flags, "unlike_declared_rounding")))
     note = f"{int(off.max())} ulp from its declared rounding at most" if wrong else None

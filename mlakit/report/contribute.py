@@ -99,8 +99,9 @@ def file_name(run_dir: str | Path) -> str:
 
 
 def slug(device: str) -> str:
-    """A folder's name for a device: ``nvidia-h200`` for ``NVIDIA H200``."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unknown"
+    """A folder's name for a device: ``h200`` for ``NVIDIA H200``, ``mi300x`` for an Instinct."""
+    name = re.sub(r"^(nvidia|amd instinct|amd radeon)\s+", "", device.lower().strip())
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
 
 
 def validate(file: str | Path) -> pd.DataFrame:

@@ -47,9 +47,9 @@ def make(tmp_path):
 
 def test_a_good_file_is_filed_once(make, tmp_path):
     file = make()
-    assert file.name == "nvidia-h200-" + file.stem[-10:] + ".parquet"
+    assert file.name == "h200-" + file.stem[-10:] + ".parquet"
     filed = contribute.ingest(file, tmp_path / "recorded")
-    assert filed.parent.name == "nvidia-h200"
+    assert filed.parent.name == "h200"
     frame = store.read_rows(filed)
     assert set(frame["evidence"]) == {"recorded"}
     assert set(contribute.validate(filed)["path_ran"]) == {"triton_fused", "torch_rms_norm"}
