@@ -161,6 +161,7 @@ def tune(
     ] = None,
     traffic: Annotated[str, typer.Option(help="even, decode-heavy, prefill-heavy.")] = "even",
     out: Annotated[str, typer.Option(help="Instead of data/dispatch.")] = "",
+    source: Annotated[str, typer.Option(help="What the reason names; the files by default.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -173,8 +174,7 @@ def tune(
     from mlakit.sweep.store import read_rows
 
     rows = pd.concat([read_rows(r) for r in run], ignore_index=True)
-    source = ", ".join(Path(r).stem for r in run)
-    lines = tuning.build(rows, source)
+    lines = tuning.build(rows, source or ", ".join(Path(r).stem for r in run))
     if not dry_run:
         arch = tuning.candidates(rows)["arch"].iloc[0]
         print(tuning.write(arch, lines, out or None))
