@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -48,14 +49,17 @@ def _explorer(key: str, title: str, controls: dict, view: Callable[..., str]) ->
     """Controls above, ``view(**their values)`` below; a refusal is one line, never a traceback."""
     import ipywidgets as w
 
-    shown = w.HTML()
+    shown, turn = w.HTML(), threading.RLock()
 
     def refresh(_=None) -> None:
-        try:
-            body = view(**{name: control.value for name, control in controls.items()})
-        except (MisuseError, RefusedError) as error:
-            body = _say(str(error), "bad")
-        shown.value = f'{_STYLE}<div class="mlakit" role="status">{body}</div>'
+        # The lab may send each control's change to a thread of its own: whoever comes last must
+        # read the values last, or an older view would overwrite the newer one.
+        with turn:
+            try:
+                body = view(**{name: control.value for name, control in controls.items()})
+            except (MisuseError, RefusedError) as error:
+                body = _say(str(error), "bad")
+            shown.value = f'{_STYLE}<div class="mlakit" role="status">{body}</div>'
 
     for name, control in controls.items():
         control.style.description_width = "initial"

@@ -76,7 +76,7 @@ class Page:
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
             if time.monotonic() > end:
-                seen = self.run("document.body.innerText.slice(0, 1500)")
+                seen = self.run("document.body.innerText.slice(0, 3000)")
                 pytest.fail(f"not true in {seconds} s: {script}\n{self.errors}\n{seen}")
             time.sleep(0.1)
         return value

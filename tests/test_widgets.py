@@ -1,5 +1,8 @@
 """The explorers' views: what a control changes, what is refused, and that nothing is hidden."""
 
+import threading
+import time
+
 import pandas as pd
 import pytest
 
@@ -137,3 +140,24 @@ def test_first_paint_needs_no_measurement_and_no_compiler(monkeypatch):
     monkeypatch.setattr(measure, "measure_cell", refuse)
     for explorer in (widgets.dispatch, widgets.speed, widgets.drift, widgets.codegen):
         assert len(explorer().children[2].value) > 100
+
+
+def test_changes_from_two_threads_end_with_the_newest_values():
+    """JupyterLab may handle each control's messages in a thread of its own."""
+    w = pytest.importorskip("ipywidgets")
+    slow, fast = w.IntText(0, description="slow"), w.IntText(0, description="fast")
+    started = threading.Event()
+
+    def view(slow: int, fast: int) -> str:
+        if slow and not fast:
+            started.set()
+            time.sleep(0.3)
+        return f"slow={slow} fast={fast}"
+
+    box = widgets._explorer("test", "A test", {"slow": slow, "fast": fast}, view)
+    first = threading.Thread(target=lambda: setattr(slow, "value", 1))
+    first.start()
+    assert started.wait(10)
+    fast.value = 1
+    first.join()
+    assert "slow=1 fast=1" in box.children[2].value
