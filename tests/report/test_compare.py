@@ -151,10 +151,14 @@ def test_refusals():
 RECORDED = sorted((data_dir() / "recorded").glob("*/*-samples.parquet"))
 
 
-def resampled(source, name, cells, seed, *, factor=1.0, n=200):
+DEVICE_CLOCKS = ("graph", "kernel")
+
+
+def resampled(source, name, cells, seed, *, factor=1.0, n=200, clocks=None):
     """A run of ``cells`` cells drawn from recorded ones: blocks of rounds, all lanes together."""
     rng = np.random.default_rng(seed)
     good = source.rows[source.rows.status == "ok"]
+    good = good if clocks is None else good[good.clock.isin(clocks)]
     groups = [g for _, g in good.groupby("cell_id") if len(g) > 2]
     rows, samples = [], {}
     for i in range(cells):
@@ -176,19 +180,26 @@ def resampled(source, name, cells, seed, *, factor=1.0, n=200):
 
 
 def recorded_experiment(file, cells, changed):
-    """As ``experiment``, on a recorded run; rows are counted, a cell has one a path."""
+    """As ``experiment``, on a recorded run; rows are counted, a cell has one a path.
+
+    The 5 % change is sought on the device's own clocks: with the host on the clock (``eager``,
+    ``cpu``) the same samples show it in two rows of three on an idle host, and hardly on a busy
+    one.
+    """
     source = load(file.with_name(file.name.replace("-samples", "")))
     same = compare(resampled(source, "A", cells, 1), resampled(source, "B", cells, 2))
-    slower = compare(
-        resampled(source, "A", changed, 3), resampled(source, "B", changed, 4, factor=1.05)
-    )
     false = same.counts["slower"] + same.counts["faster"]
+    if not source.rows.clock.isin(DEVICE_CLOCKS).any():
+        return false, 0, 0
+    slower = compare(
+        resampled(source, "A", changed, 3, clocks=DEVICE_CLOCKS),
+        resampled(source, "B", changed, 4, factor=1.05, clocks=DEVICE_CLOCKS),
+    )
     return false, slower.counts["slower"], len(slower.changes)
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda f: f.stem)
 def test_recorded_samples_resampled_give_no_false_verdict(file):
-    false, found, rows = recorded_experiment(file, 150, 40)
+    false, found, rows = recorded_experiment(file, 100, 30)
     assert false == 0
-    if not file.parent.name.startswith("cpu"):
-        assert found >= 0.99 * rows
+    assert found >= 0.99 * rows
