@@ -79,7 +79,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
     """
     rows = _usable(frame)
     figure, axes = _new(
-        title, "batch M (rows)", "microseconds per call (median, 20-80 % band, log scale)"
+        title, "batch M (rows)", "µs per call (median, 20-80 % band)"
     )
     peers = rows[~rows["path_ran"].isin(["copy_limit", "launch_floor"])]
     styles = _styles(list(dict.fromkeys(peers["path_ran"])))
