@@ -32,7 +32,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 KINDS = {
     "copy": "moves rows, computes nothing",
-    "row": "a row once through registers, 16 bytes a lane",
+    "row": "a row once through registers, 16 bytes a lane, no lane idle",
+    "padded": "a row padded to a power of two of lanes, once through registers or in a loop",
     "loop": "walks a row twice, the second time from a cache",
     "map": "elementwise over contiguous memory",
     "gather": "elementwise with strides or broadcasts: one element an access",
@@ -54,7 +55,8 @@ _GPU_GRAIN, _CPU_GRAIN = 1024, 32768
 """Elements of one piece of an elementwise operation: a thread block of 256 threads with 4 each in
 torch's GPU loops; ``at::internal::GRAIN_SIZE`` on a CPU."""
 EARLY_ARCHS, EARLY_ROWS = ("sm_90", "sm_100"), 128
-"""Where ``mlakit.paths.triton_config`` asks for programmatic dependent launch (a test compares)."""
+"""Where ``mlakit.paths.triton_config`` asks for programmatic dependent launch (a test compares);
+the same-traffic copy uses it at every M."""
 _SHARPNESS = 4.0
 """Exponent of the smooth maximum of the three kinds of work: two that are level overlap badly."""
 
@@ -77,10 +79,12 @@ class Launch:
 def _rows(kind: str, m: int, widths: list[int], size: int, starts: float = 1.0) -> Launch:
     """A kernel that normalises (or copies) rows of each width, weights read once.
 
-    A loop's second walk is counted as traffic: its rows have left the L1 by then.
+    A loop's second walk is counted as traffic: its rows have left the L1 by then. Padded rows have
+    as many elements as lanes.
     """
     hidden, walks = sum(widths), 3 if kind == "loop" else 2
-    return Launch(kind, m * len(widths), m * hidden, (walks * m + 1) * hidden * size, starts)
+    lanes = sum(1 << (w - 1).bit_length() for w in widths) if kind == "padded" else hidden
+    return Launch(kind, m * len(widths), m * lanes, (walks * m + 1) * hidden * size, starts)
 
 
 def _pieces(kind: str, elements: float, bytes_each: float, grain: int) -> Launch:
@@ -132,7 +136,8 @@ def plan(
         m: rows.
         dtype: of inputs and outputs.
         arch: on a CPU F.rms_norm is the eager operations in C++, and one thread takes at least
-            32,768 elements; triton_fused starts early on sm_90 and later, up to 128 rows.
+            32,768 elements; on sm_90 and later copy_limit, and triton_fused up to 128
+            rows, start early (programmatic dependent launch).
         into_out: outputs are given; a path that makes its own then copies them (graph clock).
         contiguous: the parts are not views of one buffer.
 
@@ -148,11 +153,12 @@ def plan(
     parts = [w for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
     if path == "launch_floor":
         return [Launch("copy", 0, 0, 0)]
+    early = 0.0 if arch in EARLY_ARCHS else 1.0
     if path == "copy_limit":
-        return [_rows("copy", m, parts, size)]
+        return [_rows("copy", m, parts, size, early)]
     if path in ONE_LAUNCH:
-        early = path == "triton_fused" and arch in EARLY_ARCHS and m <= EARLY_ROWS
-        return [_rows("row", m, parts, size, 0.0 if early else 1.0)]
+        own = path == "triton_fused" and m <= EARLY_ROWS
+        return [_rows("row", m, parts, size, early if own else 1.0)]
     out: list[Launch] = []
     if cpu and path == "torch_native" and not widths.q_lora_rank:
         parts = [0, *parts]  # eager operations on an empty tensor are dispatched all the same
@@ -168,14 +174,15 @@ def plan(
             out += [copied] if into_out and path != "torch_native" else []
             continue
         if path == "inductor":
-            out.append(_rows("loop", m, [width], size))
+            out.append(_rows("loop" if cpu else "padded", m, [width], size))
             continue
         if path.startswith("torch_rms_norm"):
             # The CUDA kernel wants contiguous rows: it copies views by itself.
             out += [gathered] if strided else []
             out.append(_rows("loop", m, [width], size))
         else:
-            out.append(_rows("row", m, [width], size))
+            kind = "padded" if path == "liger_rms_norm" else "row"
+            out.append(_rows(kind, m, [width], size))
         out += [copied] if into_out else []
     return out
 
@@ -359,7 +366,7 @@ def known_error(arch: str, path: str) -> tuple[float | None, float | None, str]:
 def error_lines(arch: str) -> list[dict]:
     """The known errors of one arch as rows: device, path, median_pct, p90_pct, scored_on."""
     found: dict[tuple, dict] = {}
-    for line in _of(arch, "error"):
+    for line in [*_of(arch, "seen"), *_of(arch, "error"), *_of(arch, "unseen")]:
         row = found.setdefault((line["path"], line["source"]), {})
         row |= {"device": line["device"], "path": line["path"], "scored_on": line["source"]}
         row[line["name"]] = float(line["value"])
