@@ -78,9 +78,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
     ``frame``: timing rows of one device, one pair of widths, one clock and one cache.
     """
     rows = _usable(frame)
-    figure, axes = _new(
-        title, "batch M (rows)", "µs per call (median, 20-80 % band)"
-    )
+    figure, axes = _new(title, "batch M (rows)", "µs per call (median, 20-80 % band)")
     peers = rows[~rows["path_ran"].isin(["copy_limit", "launch_floor"])]
     styles = _styles(list(dict.fromkeys(peers["path_ran"])))
     for name, part in peers.groupby("path_ran", sort=False):

@@ -87,7 +87,7 @@ def test_every_command_has_help_with_an_example():
     listed = mlakit("--help")
     assert listed.returncode == 0
     commands = "doctor paths explain sweep report compare runs drift audit fingerprint"
-    for command in (commands + " significance eval tune record ingest").split():
+    for command in (commands + " significance eval tune record ingest history").split():
         assert command in listed.stdout
         text = mlakit(command, "--help").stdout
         assert f"Example: mlakit {command}" in text

@@ -92,7 +92,7 @@ def fingerprint(
 
     found = name_it(load_target(target), device=device or default_device(), dtype=dtype)
     if as_json:
-        print(json.dumps(found.to_json(), indent=1))
+        print(json.dumps(vars(found) | {"names": sorted(found.names)}, indent=1))
         return
     print(f"{target}: {found.name}")
     print(found.text)

@@ -210,3 +210,17 @@ def ingest(
     from mlakit.report import contribute
 
     print(contribute.ingest(file, into or None))
+
+
+@app.command(epilog="Example: mlakit history runs --pin 20261130-085424-161306")
+def history(
+    root: Annotated[str, typer.Argument(help="The folder of runs and reports.")] = "runs",
+    baseline: Annotated[str, typer.Option(help="Against this run, this time.")] = "",
+    pin: Annotated[str, typer.Option(help="Make this run the baseline from now on.")] = "",
+) -> None:
+    """One page of every run against a pinned baseline: trend, gaps, regressions."""
+    from mlakit.report import history as pages
+
+    if pin:
+        print(pages.pin(root, pin))
+    print(pages.write(root, baseline))

@@ -257,7 +257,8 @@ def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
         why = why or f"no emulator for {cell.arch}"
         return [_row(base, "triton_fused", status="skipped", reason=f"not emulated: {why}")]
     small = replace(cell, m=min(cell.m, EXECUTED_ROWS))
-    compiled, rows = None, []
+    compiled = None
+    rows: list[dict] = []
     for family in families:
         given, judged = _inputs(small, family, "cpu")
         try:

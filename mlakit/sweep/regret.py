@@ -88,8 +88,8 @@ def _path_of(policy: str, cell: dict) -> tuple[str, str]:
         choice = policies.choose(context_of(cell), policy)
     except RefusedError as error:
         return "", str(error)
-    if choice.path in OUTSIDE and OUTSIDE[choice.path].stand_in:
-        stand_in = OUTSIDE[choice.path].stand_in
+    stand_in = OUTSIDE[choice.path].stand_in if choice.path in OUTSIDE else None
+    if stand_in:
         return stand_in, f"{stand_in} stands in for {choice.path}"
     return choice.path, ""
 
