@@ -193,7 +193,7 @@ def held_out(frame: pd.DataFrame, *, paths_too: bool = True) -> pd.DataFrame:
     for i in range(len(pairs)):
         groups = sorted(set(frame.loc[of_pair == i, "path_ran"]) - set(CONTROLS))
         for path in groups if paths_too else [None]:
-            train = frame[(of_pair != i) & (family != FAMILIES.get(path, path))]
+            train = frame[(of_pair != i) & (family != FAMILIES.get(path or "", path))]
             test = (of_pair == i) & (
                 ~frame["path_ran"].isin(CONTROLS) if path is None else frame["path_ran"] == path
             )
