@@ -482,3 +482,23 @@ def model_error(frame: pd.DataFrame, title: str = "The model on cells it never s
     _finish(axes, base=10)
     axes.xaxis.set_minor_formatter(axes.xaxis.get_major_formatter())
     return figure
+
+
+def lane_strip(lanes, title: str = "What each instruction wrote, lane by lane") -> Figure:
+    """A row an instruction, a column a lane; colour is the lane's rank within its register.
+
+    ``lanes``: (steps, lanes) float32, NaN where nothing was written. Ranks, not values: a register
+    may hold addresses in one step and a sum of squares in the next.
+    """
+    import numpy as np
+
+    wrote = lanes[~np.isnan(lanes).all(axis=1)]
+    order = np.argsort(np.argsort(np.where(np.isnan(wrote), np.inf, wrote), axis=1), axis=1)
+    equal = (wrote == wrote[:, :1]) | (np.isnan(wrote) & np.isnan(wrote[:, :1]))
+    rank = np.where(equal.all(axis=1, keepdims=True), 0.0, order / max(1, order.shape[1] - 1))
+    figure, axes = _new(title, "lane of the wave", "instructions that wrote a vector register")
+    figure.set_size_inches(7.2, 5.0)
+    image = axes.imshow(np.where(np.isnan(wrote), np.nan, rank), aspect="auto", cmap="cividis")
+    axes.grid(False)
+    figure.colorbar(image, ax=axes, label="rank within the register (0: all lanes equal)")
+    return figure
