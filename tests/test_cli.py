@@ -50,6 +50,10 @@ def mlakit(*arguments, cwd=None) -> subprocess.CompletedProcess:
         (["fingerprint", "json:nosuch"], "nosuch"),
         (["significance", "--a", "2.5", "--b", "0.9", "--n", "100"], "2.5"),
         (["significance", "--a", "0.9", "--b", "0.8"], "n"),
+        (["fingerprint", "torch_rms_norm", "--dtype", "zz"], "unknown dtype"),
+        (["audit", "torch_rms_norm", "--device", "cuda:7"], "unknown device"),
+        (["report", "--jobs", "0"], "jobs"),
+        (["sweep", "--dask", "tcp://127.0.0.1:9"], "no dask scheduler"),
         (["drift", "--emulate"], "--arch gfx942"),
         (["drift", "--emulate", "--arch", "sm_90"], "AMD"),
         (["nosuch"], "No such command"),
@@ -117,3 +121,32 @@ def test_a_closed_pipe_is_no_error():
         check=False,
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_named_file_that_is_no_parquet_is_refused_and_left_alone(tmp_path):
+    notes = tmp_path / "notes.md"
+    notes.write_text("not Parquet")
+    done = mlakit("compare", "notes.md", "notes.md", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "does not read as Parquet" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.md"]
+
+
+@pytest.mark.parametrize("text", ["not json", "1", "[1]", "\xff"])
+def test_damaged_question_files_are_one_line(tmp_path, text):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    done = mlakit("significance", "--a", "a.jsonl", "--b", "b.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("record", ["[]", "{}", "no json"])
+def test_a_damaged_run_record_is_one_line(tmp_path, record):
+    folder = tmp_path / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(record)
+    for command in (["runs", "runs", "--show", "x"], ["sweep", "--resume", "runs/x"]):
+        done = mlakit(*command, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -18,8 +18,14 @@ EXTRAS = PROJECT["optional-dependencies"]
 TRACKED = [
     ROOT / p
     for p in subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.split()
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    .stdout.rstrip("\0")
+    .split("\0")
 ]
 
 

@@ -9,11 +9,22 @@ from typing import Annotated
 import typer
 
 from mlakit.archs import check as check_arch
-from mlakit.archs import default_device, vendor_of
+from mlakit.archs import default_device, devices, vendor_of
 from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
-from mlakit.errors import ExitCode, MisuseError
+from mlakit.context import DTYPES
+from mlakit.errors import ExitCode, MisuseError, unknown
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
+
+
+def _where(device: str, dtype: str) -> str:
+    """The device to use, if it is here and the dtype is known; empty: this machine's first."""
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    gpus = [f"cuda:{i}" for i in range(len(devices()))]
+    if device and device not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
+        raise unknown("device", device, ["cpu", *gpus])
+    return device or default_device()
 
 
 @app.command(epilog="Example: mlakit compare runs/A runs/B --baseline runs/pinned")
@@ -90,7 +101,7 @@ def fingerprint(
     from mlakit.drift.audit import load_target
     from mlakit.drift.fingerprint import fingerprint as name_it
 
-    found = name_it(load_target(target), device=device or default_device(), dtype=dtype)
+    found = name_it(load_target(target), device=_where(device, dtype), dtype=dtype)
     if as_json:
         print(json.dumps(vars(found) | {"names": sorted(found.names)}, indent=1))
         return
@@ -110,7 +121,7 @@ def audit(
     """A report card of anyone's fused QK norm; exit code 1 if a line fails."""
     from mlakit.drift.audit import audit as examine
 
-    card = examine(target, device=device or default_device(), dtype=dtype)
+    card = examine(target, device=_where(device, dtype), dtype=dtype)
     print(json.dumps(card.to_json(), indent=1) if as_json else card.text)
     return ExitCode.OK if card.ok else ExitCode.REGRESSION
 

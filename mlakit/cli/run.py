@@ -115,10 +115,10 @@ def report(
         list[str] | None, typer.Option(help="Only these, for example 02_speed.")
     ] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds of sampling a cell.")] = 4.0,
-    cell_limit_s: Annotated[float, typer.Option(help="Seconds a cell may take.")] = 300.0,
-    run_limit_s: Annotated[float, typer.Option(help="Seconds a notebook may take.")] = 900.0,
+    cell_limit_s: Annotated[float, typer.Option(min=1, help="Seconds a cell may take.")] = 300.0,
+    run_limit_s: Annotated[float, typer.Option(min=1, help="Seconds a notebook may take.")] = 900.0,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Notebooks at once.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Notebooks at once.")] = 2,
     out: Annotated[
         str, typer.Option(help="The folder that the report's folder goes into.")
     ] = "runs",

@@ -220,11 +220,16 @@ def read_results(path: str | Path) -> dict[str, bool]:
     path = Path(name)
     if not path.is_file():
         raise MisuseError(f"no file {path}: give a CSV or JSONL of per-question results")
-    with open(path, newline="", encoding="utf-8") as file:
-        if path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
-            rows = [json.loads(line) for line in file if line.strip()]
-        else:
-            rows = list(csv.DictReader(file))
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            if path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
+                rows = [json.loads(line) for line in file if line.strip()]
+            else:
+                rows = list(csv.DictReader(file))
+    except (ValueError, csv.Error) as error:
+        raise MisuseError(f"{path} does not read as CSV or JSONL: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise MisuseError(f"{path}: give one JSON object a line")
     filters = sorted({str(row["filter"]) for row in rows if "filter" in row})
     if wanted and wanted not in filters:
         raise unknown("filter", wanted, filters)
@@ -284,8 +289,12 @@ def evaluate(
     plans = {n: None if n == UNPATCHED else hf.step_of(*hf.side(n)) for n in (a, b)}
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise MisuseError(f"{folder} does not load: {str(error).splitlines()[0]}") from None
+    model.eval()
     out.mkdir(parents=True, exist_ok=True)
     for name, step in plans.items():
         with hf.patch(model, step) if step else contextlib.nullcontext():

@@ -263,7 +263,10 @@ def read_questions(file: str | Path) -> list[dict]:
     if not file.is_file():
         raise MisuseError(f"no file {file}: give a JSONL of id, prompt and answer")
     lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
-    rows = [json.loads(line) for line in lines]
+    try:
+        rows = [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise MisuseError(f"{file} does not read as JSONL of objects: {error}") from None
     for number, row in enumerate(rows, 1):
         lacks = {"id", "prompt", "answer"} - set(row)
         if lacks:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 
 from mlakit import __version__, archs
-from mlakit.errors import ExitCode
+from mlakit.errors import ExitCode, MisuseError
 from mlakit.report import chapters, page, runbook, scrub
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
@@ -81,6 +82,10 @@ def build(
     Raises:
         MisuseError: an unknown model, arch, dtype, policy or notebook; nothing is written.
     """
+    needs = ("papermill", "nbconvert", "nbformat", "matplotlib")
+    lacks = [name for name in needs if find_spec(name) is None]
+    if lacks:
+        raise MisuseError(f"a report needs {', '.join(lacks)}: pip install 'mlakit[notebooks]'")
     asked = options.archs or default_archs()
     check(
         {"dtype": options.dtype, "policy": options.policy, "batches": list(options.batches)}
@@ -90,6 +95,7 @@ def build(
     # Accuracy has its own, smaller batches: its verdict needs elements, not rows.
     drift_cells = _cells(options, asked, batches=options.drift_batches)
     folder = store.new_run_dir(out)
+    scrub.also(folder.resolve().parent, "[runs]")
     begun = time.monotonic()
 
     def told(done: int, total: int, cell, words: str) -> None:

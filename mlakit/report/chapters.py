@@ -17,6 +17,10 @@ BIAS_LIMIT = 1e-4
 """Above this a signed bias is called one; on fewer than 100,000 elements noise reaches it."""
 BIAS_ELEMENTS = 100_000
 
+PDL_M = 128
+"""``triton_fused`` launches early up to this M on NVIDIA cards that can (sm_90 on); see
+``mlakit.paths.triton_config.heuristic``."""
+
 FEW_ROUNDS = 20
 """Below this many rounds a comparison of two runs is called uncertain."""
 
@@ -159,6 +163,11 @@ def not_run(frame: pd.DataFrame) -> pd.DataFrame:
 # ---- sentences
 
 
+def _overlaps(arch: str) -> bool:
+    base = archs.base_name(arch)
+    return base.startswith("sm_") and int(base[3:]) >= 90
+
+
 def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     """What the timing rows of one arch say, in sentences that hold only what was measured."""
     from mlakit.paths import registry
@@ -193,6 +202,11 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
         f"{name} against the best unfused path of each cell: {', '.join(dict.fromkeys(parts))} "
         "(paired medians, 95 % intervals)."
     )
+    if (top["path_ran"].eq("triton_fused") & top["m"].le(PDL_M) & _overlaps(arch)).any():
+        sentences.append(
+            f"Up to M = {PDL_M} triton_fused overlaps the launches beside it (programmatic "
+            "dependent launch): its ratio there is of launches in a stream."
+        )
     busy = top["flags"].fillna("").str.contains("busy-host")
     if busy.any():
         sentences.append(
@@ -242,7 +256,8 @@ def speed_table(frame: pd.DataFrame) -> list[dict]:
     table = []
     for key, part in rows.groupby(shape, sort=False):
         line = {"arch": key[0], "q+kv": f"{key[1]}+{key[2]}", "dtype": key[3]}
-        line |= {"layout": key[5], "clock": f"{key[6]}, {key[7]}", "M": key[8]}
+        line |= {"quant": key[4], "layout": key[5], "clock": f"{key[6]}, {key[7]}"}
+        line |= {"evidence": part["evidence"].iloc[0], "M": key[8]}
         for r in part.itertuples():
             ratio = "" if pd.isna(r.ratio) or r.path_ran in CONTROLS else f" ({r.ratio:.2f}x)"
             line[r.path_ran] = f"{r.p50_us:.4g}{ratio}"

@@ -72,6 +72,8 @@ def load(source: Source | str | Path) -> Source:
     if isinstance(source, Source):
         return source
     path = Path(source)
+    inner = path / f"{path.name}-timing"  # a report's folder
+    path = inner if (inner / "run.json").is_file() else path
     rows = store.read_rows(path)
     if path.is_file():
         beside = path.with_name(f"{path.stem}-samples.parquet")

@@ -23,6 +23,15 @@ _TOKEN = re.compile(
 _KEPT_METADATA = ("kernelspec", "language_info", "mlakit")
 
 
+_more: dict[str, str] = {}
+
+
+def also(folder: Path, by: str) -> None:
+    """Take ``folder`` out of texts too, wherever the user put it."""
+    _more[str(folder)] = by
+    _replacements.cache_clear()
+
+
 @cache
 def _replacements() -> tuple[tuple[str, str], ...]:
     """(what, by what), longest first, so that a folder goes before the one that holds it."""
@@ -33,7 +42,7 @@ def _replacements() -> tuple[tuple[str, str], ...]:
         sys.prefix: "[env]",
         sys.base_prefix: "[python]",
         tempfile.gettempdir(): "[tmp]",
-    }
+    } | _more
     pairs = [(k, v) for k, v in found.items() if len(k) > 1]
     return tuple(sorted(pairs, key=lambda kv: -len(kv[0])))
 

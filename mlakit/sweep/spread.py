@@ -119,7 +119,10 @@ def over_dask(
     record = {"spec": spec, "time_limit_s": time_limit_s}
     with contextlib.ExitStack() as stack:
         cluster = scheduler or stack.enter_context(local_cluster())
-        client = distributed.Client(cluster, timeout=20, set_as_default=False)
+        try:
+            client = distributed.Client(cluster, timeout=20, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise MisuseError(f"no dask scheduler at {scheduler}: {error}") from None
         stack.enter_context(client)
         env = _cluster_environment(client)
         run = stack.enter_context(open_sweep(cells, run_dir, measure, resume, **record))

@@ -129,8 +129,11 @@ def _migrate(table, kind: str, name: str):
     return table.select([*_COLUMNS[kind], *extra]).replace_schema_metadata(None)
 
 
-def _read_whole(path: Path, damaged: list[str]):
-    """The table at ``path``; None where the file is damaged, which is named and set aside."""
+def _read_whole(path: Path, damaged: list[str], keep: bool = False):
+    """The table at ``path``; None where the file is damaged, which is named and set aside.
+
+    ``keep``: a file that somebody named is never renamed; it is refused.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,6 +143,10 @@ def _read_whole(path: Path, damaged: list[str]):
     except (OSError, pa.ArrowException) as error:
         if not path.exists():
             raise
+        if keep:
+            raise MisuseError(
+                f"{path} does not read as Parquet: name a run's folder or a recorded file"
+            ) from None
         aside = path.with_name(path.name + ".damaged")
         try:
             path.rename(aside)
@@ -185,7 +192,7 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     damaged: list[str] = []
     tables = []
     for path in _part_files(Path(folder), kind):
-        table = _read_whole(path, damaged)
+        table = _read_whole(path, damaged, keep=Path(folder).is_file())
         if table is not None:
             tables.append(_migrate(table, kind, path.name))
     tables = tables or [_schema(kind).empty_table().replace_schema_metadata(None)]
@@ -375,6 +382,8 @@ def show_run(path: str | Path) -> dict:
         raise MisuseError(f"no run at {path}: `mlakit runs` lists the runs there are") from None
     except (OSError, json.JSONDecodeError) as error:
         raise MisuseError(f"{path / 'run.json'} does not read: {error}") from None
+    if not isinstance(record, dict) or "status" not in record:
+        raise MisuseError(f"{path / 'run.json'} is no run's record")
     if record["status"] == "running" and not _in_use(path):
         record["status"] = "crashed"
     record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}
@@ -386,7 +395,8 @@ def list_runs(root: str | Path = "runs"):
     import pandas as pd
 
     rows: list[dict] = []
-    for file in sorted(Path(root).glob("*/run.json")):
+    inside = Path(root).glob("*/*-timing/run.json")  # a report's own runs
+    for file in sorted([*Path(root).glob("*/run.json"), *inside]):
         try:
             record = show_run(file.parent)
         except MisuseError:
@@ -417,8 +427,11 @@ def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
     """
     if keep < 0:
         raise MisuseError(f"keep is {keep}: give 0 or more runs to keep")
-    runs = sorted(file.parent for file in Path(root).glob("*/run.json"))
-    gone = [run for run in runs[: max(0, len(runs) - keep)] if not _in_use(run)]
+    root = Path(root)
+    reports = {file.parents[1] for file in root.glob("*/*-timing/run.json")}
+    runs = sorted({file.parent for file in root.glob("*/run.json")} | reports)
+    old = runs[: max(0, len(runs) - keep)]
+    gone = [r for r in old if not any(map(_in_use, (r, *r.glob(f"{r.name}-*"))))]
     for run in gone:
         shutil.rmtree(run)
     return [run.name for run in gone]
