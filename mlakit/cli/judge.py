@@ -186,10 +186,12 @@ def tune(
 
     rows = pd.concat([read_rows(r) for r in run], ignore_index=True)
     lines = tuning.build(rows, source or ", ".join(Path(r).stem for r in run))
+    held_out = pd.concat([read_rows(j) for j in judge], ignore_index=True) if judge else rows
+    if tuning.candidates(held_out).empty:
+        raise MisuseError("--judge holds no cold timing row of split views: name another run")
     if not dry_run:
         arch = tuning.candidates(rows)["arch"].iloc[0]
         print(tuning.write(arch, lines, out or None))
     print_rows(lines, "thresholds", as_json)
-    held_out = pd.concat([read_rows(j) for j in judge], ignore_index=True) if judge else rows
     found = [vars(regret.regret(held_out, name, traffic)) for name in policies.POLICIES]
     print_rows(found, "regret" + ("" if judge else " (on the rows that were tuned on)"), as_json)

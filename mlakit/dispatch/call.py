@@ -105,6 +105,7 @@ def qk_rmsnorm(
             k.stride(),
             q.dtype,
             q_weight.dtype,
+            k_weight.dtype,
             q.device,
             q_eps,
             k_eps,
@@ -127,6 +128,9 @@ def qk_rmsnorm(
             result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
             break
         except Exception as error:
+            # what is the caller's fault demotes no path for the calls to come
+            plain = registry.get(kind.ran.path).output == "none"
+            checks.check(q, q_weight, q_eps, k, k_weight, k_eps, out if plain else None)
             kind = _after_failure(key, kind, error)
     kind.calls += 1
     _last = kind
@@ -210,6 +214,8 @@ def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
         tried = frozenset({choice.path})
         return _remember(key, _next(context, tried, why, rule.name, strict, engine.stand_in))
     why = None if path else _unable(context, choice.path)
+    if why is None and path is None and choice.path == "cpu_fused":
+        why = _not_for_cpu_fused(*args)
     if why is not None:
         tried = frozenset({choice.path})
         return _remember(key, _next(context, tried, why, rule.name, strict))
@@ -217,6 +223,17 @@ def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
         _say(f"mlakit: {choice.path} ran: {choice.reason}")
     ran = Ran(choice.path, choice.reason, rule.name, path, choice.fallback)
     return _remember(key, _Kind(ran, context, strict))
+
+
+def _not_for_cpu_fused(q, q_weight, q_eps, k, k_weight, k_eps) -> str | None:
+    """What a context does not say of a call and the CPU kernel cannot serve."""
+    if q_weight.dtype is not k_weight.dtype:
+        return "it wants both weights of one dtype"
+    try:
+        checks.as_rows(q, "q"), checks.as_rows(k, "k")
+    except MisuseError as error:
+        return str(error)
+    return None
 
 
 def _unable(context: Context, name: str) -> str | None:

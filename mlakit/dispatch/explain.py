@@ -104,8 +104,7 @@ def _why_not_here(context: Context, choice: Choice) -> str | None:
         stand_in = OUTSIDE[choice.path].stand_in
         also = f"; {stand_in} does the same work" if stand_in else ""
         return f"{choice.path} belongs to the engine, mlakit does not run it{also}"
-    missing = context.packages - probe.packages()
-    if not missing:
-        return None
-    actual = replace(context, packages=context.packages - missing)
-    return registry.get(choice.path).supports(actual)
+    path = registry.get(choice.path)
+    if path.output != context.quant:
+        return f"it delivers q as {path.output}, {context.quant} was asked for"
+    return path.supports(replace(context, packages=context.packages & probe.packages()))

@@ -79,8 +79,8 @@ def choose(context: Context) -> tuple[str, str] | None:
             near.append((apart, ladder.dtype != context.dtype, ladder))
     if not near:
         return None
-    apart, _, ladder = min(near, key=lambda n: n[:2])
+    apart, other_dtype, ladder = min(near, key=lambda n: n[:2])
     path = ladder.at(context.m)
     shape = f"{ladder.q_lora_rank}+{ladder.kv_lora_rank} {ladder.dtype}"
-    how = "measured" if apart == 0 else f"nearest measured widths {shape}"
-    return path, f"fastest at M = {context.m} by {ladder.source} ({how}, {ladder.clock} clock)"
+    how = f"nearest measured: {shape}" if apart or other_dtype else f"measured at {shape}"
+    return path, f"fastest around M = {context.m} by {ladder.source} ({how}, {ladder.clock} clock)"

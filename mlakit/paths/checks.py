@@ -37,6 +37,9 @@ def check(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> None:
         MisuseError: rows, shapes, dtypes, devices or eps that do not fit, or an ``out`` that does
             not fit or overlaps another argument.
     """
+    for x in (q, q_weight, k, k_weight):
+        if not isinstance(x, torch.Tensor):
+            raise MisuseError(f"q, k and their weights must be tensors, not {type(x).__name__}")
     dtype, device = q.dtype, q.device
     if not (
         q.shape[:-1] == k.shape[:-1]

@@ -41,7 +41,7 @@ def gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     normalised = x_wide * rstd
     scaled = grad_wide * weight.to(wide)
     along = (scaled * normalised).mean(-1, keepdim=True)
-    grad_weight = (grad_wide * normalised).flatten(0, -2).sum(0)
+    grad_weight = (grad_wide * normalised).sum_to_size(weight.shape)
     return ((scaled - normalised * along) * rstd).to(x.dtype), grad_weight.to(weight.dtype)
 
 

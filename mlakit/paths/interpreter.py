@@ -51,7 +51,20 @@ def launch(kernel: str, programs: int, arguments: dict[str, object], written: se
     if failure:
         raise RuntimeError(f"Triton's interpreter: {failure}")
     for name, memory in memories.items():
-        ctypes.memmove(arguments[name].data_ptr(), memory, len(memory))
+        _write_back(arguments[name], packed[name][1], memory)
+
+
+def _write_back(x: torch.Tensor, sent: bytes, got: bytes) -> None:
+    """Change the bytes that the kernel changed, gaps between rows included, and no other.
+
+    Two outputs may be columns of one buffer: the whole span of one holds the other's old bytes.
+    """
+    if not got:
+        return
+    new = np.frombuffer(got, np.uint8)
+    held = np.ctypeslib.as_array((ctypes.c_uint8 * len(got)).from_address(x.data_ptr()))
+    changed = new != np.frombuffer(sent, np.uint8)
+    held[changed] = new[changed]
 
 
 def _pack(x: torch.Tensor) -> tuple[torch.dtype, bytes]:

@@ -259,6 +259,8 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
             result.broken.append(f"{label}: {other.status}, {other.reason}")
         elif other.status != "ok" or not all(p is not None for p in pair):
             result.missing.append(f"{label}: {other.reason or 'no samples'}")
+        elif other.path_ran != row.path_ran:
+            result.missing.append(f"{label}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
             found.append((cell, row.cell_id, *pair))
     result.shift, result.changes = _verdicts(found, smallest)

@@ -12,7 +12,7 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.dispatch import policies
 from mlakit.dispatch.choice import OUTSIDE
-from mlakit.errors import RefusedError, unknown
+from mlakit.errors import MisuseError, RefusedError, unknown
 from mlakit.sweep.tune import candidates
 
 TRAFFIC: dict[str, Callable[[int], float]] = {
@@ -103,6 +103,8 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
     if traffic not in TRAFFIC:
         raise unknown("traffic profile", traffic, TRAFFIC)
     policies.get(policy)
+    if candidates(frame).empty:
+        raise MisuseError("no timing row to judge: sweep first, cold cache, split layout")
     cells = cell_regrets(frame, policy)
     judged = cells[cells["regret"].notna()]
     if judged.empty:

@@ -146,6 +146,14 @@ def open_sweep(
         run.close()
 
 
+def set_aside(run: store.Run, missing: list[Job]) -> None:
+    """Rename the parts that are measured again: what is there afterwards is of this call."""
+    for kind, cell in missing:
+        part = store.part_path(run.path, kind, cell.id)
+        if part.exists():
+            part.replace(part.with_name(f"{part.name}.retried"))
+
+
 def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
     """The jobs still to do, GPUs first, and a summary that counts those already done.
 
@@ -222,6 +230,7 @@ def run_sweep(
                 worker = worker or Worker(run_dir / "worker.log")
                 env = worker.environment
                 settle_environment(run, env, force)
+                set_aside(run, missing)
                 every = FUNCTIONS | (functions or {})
                 at_work = _AtWork(run_dir, env, every, time_limit_s, summary, progress)
                 at_work.measure(missing, worker, every_device)

@@ -29,6 +29,7 @@ from mlakit.sweep.run import (
     missing_jobs,
     open_sweep,
     run_sweep,
+    set_aside,
     settle_environment,
 )
 from mlakit.sweep.worker import (
@@ -128,6 +129,7 @@ def over_dask(
         run = stack.enter_context(open_sweep(cells, run_dir, measure, resume, **record))
         settle_environment(run, env, force)
         missing, summary = missing_jobs(run, retry)
+        set_aside(run, missing)
         summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
         every = FUNCTIONS | (functions or {})
         futures = {}

@@ -141,8 +141,8 @@ def _read_whole(path: Path, damaged: list[str], keep: bool = False):
         # memory_map: pyarrow's own reader keeps a thread pool that a small part does not need
         return pq.read_table(path, memory_map=True, use_threads=False)
     except (OSError, pa.ArrowException) as error:
-        if not path.exists():
-            raise
+        if getattr(error, "errno", None):
+            raise  # not opened at all: that says nothing of the file's bytes
         if keep:
             raise MisuseError(
                 f"{path} does not read as Parquet: name a run's folder or a recorded file"

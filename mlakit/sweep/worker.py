@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlakit.archs import devices, vendor_of
+from mlakit.errors import MisuseError
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult
 from mlakit.shapes import model
 from mlakit.sweep.store import is_done, now, write_part
@@ -251,7 +252,7 @@ def main() -> None:
             ):
                 reply({"begun": True})
                 answer = _measure(request, env)
-        except guard.LockedError as error:
+        except (guard.LockedError, MisuseError) as error:
             answer = {"locked": str(error)}
         reply(answer)
 

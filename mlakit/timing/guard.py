@@ -167,10 +167,13 @@ _HELD: dict[str, int] = {}
 
 
 def lock_path(device: str) -> Path:
-    """The device's lock file: in ``MLAKIT_LOCK_DIR``, else the folder all users share for
-    temporary files. (``XDG_RUNTIME_DIR`` is one user's own, and a second user must be kept out.)
+    """The device's lock file: in ``MLAKIT_LOCK_DIR``, else in ``/tmp``, which all users share.
+
+    Neither ``TMPDIR`` (a job's own on many clusters) nor ``XDG_RUNTIME_DIR`` (one user's own) may
+    move it: a second user must meet the same lock.
     """
-    folder = os.environ.get("MLAKIT_LOCK_DIR") or tempfile.gettempdir()
+    shared = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    folder = os.environ.get("MLAKIT_LOCK_DIR") or shared
     return Path(folder) / f"mlakit-{uuid_hash(device)}.lock"
 
 
@@ -191,7 +194,13 @@ def device_lock(device: str, *, wait_s: float = 0.0) -> Iterator[None]:
         finally:
             _HELD[str(path)] -= 1
         return
-    handle = _open_shared(path)
+    try:
+        handle = _open_shared(path)
+    except OSError as error:
+        raise MisuseError(
+            f"cannot open the lock {path} ({error.strerror}): set MLAKIT_LOCK_DIR to a folder that "
+            "all users can write to"
+        ) from None
     try:
         _wait_for(handle, path, device, time.monotonic() + wait_s)
         holder = {

@@ -254,3 +254,24 @@ def test_a_choice_is_asked_for_once_a_kind(monkeypatch):
     for m in (1, 1, 2, 1, 2):
         call.qk_rmsnorm(*inputs.make(m, W).args)
     assert [c.m for c in asked] == [1, 2]
+
+
+def test_a_callers_mistake_demotes_no_path():
+    given = inputs.make(5, shapes.Widths(64, 32))
+    with torch.no_grad():
+        call.qk_rmsnorm(*given.args)
+        path = call.last_call().path
+        q, qw, qe, k, _, ke = given.args
+        with pytest.raises(MisuseError, match="tensors"):
+            call.qk_rmsnorm(q, qw, qe, k, None, ke)
+        call.qk_rmsnorm(*given.args)
+    assert call.last_call().path == path
+
+
+def test_weights_of_two_dtypes_are_served_by_a_path_that_can():
+    given = inputs.make(5, shapes.Widths(64, 32))
+    q, qw, qe, k, kw, ke = given.args
+    with torch.no_grad(), pytest.warns(call.FallbackWarning):
+        got = call.qk_rmsnorm(q, qw.float(), qe, k, kw, ke)
+    want = rounding.oracle(q, qw.float(), qe)
+    assert (got[0].double() - want).abs().max() <= 0.02

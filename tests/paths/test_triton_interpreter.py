@@ -162,3 +162,14 @@ def test_the_interpreter_lives_in_a_child_and_says_what_went_wrong():
     child.wait()
     triton_fused.call(*inputs.make(1, Widths(8, 8)).args)
     assert not registry.get("triton_fused").timed
+
+
+def test_two_outputs_may_be_columns_of_one_buffer():
+    given = inputs.make(3, Widths(8, 4), "bf16")
+    both = torch.full((3, 14), 7.0, dtype=torch.bfloat16)
+    out = both[:, :8], both[:, 8:12]
+    q, k = triton_fused.call(*given.args, out=out)
+    fresh = triton_fused.call(*given.args)
+    assert torch.equal(q, fresh[0])
+    assert torch.equal(k, fresh[1])
+    assert (both[:, 12:] == 7).all()

@@ -85,13 +85,13 @@ def tuned(tmp_path, monkeypatch):
 def test_the_policy_follows_the_table(tuned, m, path):
     choice = policies.choose(Context(m=m))
     assert choice.path == path
-    assert "a run (measured, cpu clock)" in choice.reason
+    assert "a run (measured at 1536+512 bf16, cpu clock)" in choice.reason
 
 
 def test_other_widths_take_the_nearest_ladder_and_say_so(tuned):
     choice = policies.choose(Context(m=1, q_lora_rank=768, kv_lora_rank=256))
     assert choice.path == "cpu_fused"
-    assert "nearest measured widths 1536+512" in choice.reason
+    assert "nearest measured: 1536+512 bf16" in choice.reason
 
 
 def test_without_a_table_the_reason_says_that_nothing_was_measured(tuned):

@@ -98,3 +98,17 @@ def test_foreign_load_sees_another_busy_process():
     busy = "import time\nt = time.process_time()\nwhile time.process_time() - t < 0.5: pass"
     subprocess.run([sys.executable, "-c", busy], check=True)
     assert load.read() > 0
+
+
+def test_the_lock_is_the_same_whatever_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLAKIT_LOCK_DIR", raising=False)
+    before = guard.lock_path("cpu")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert guard.lock_path("cpu") == before
+
+
+def test_a_lock_folder_that_is_not_there_is_one_line(monkeypatch):
+    monkeypatch.setenv("MLAKIT_LOCK_DIR", "/nowhere/at/all")
+    with pytest.raises(MisuseError, match="MLAKIT_LOCK_DIR"), guard.device_lock("cpu"):
+        pass
