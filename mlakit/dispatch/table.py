@@ -30,9 +30,10 @@ class Ladder:
     paths: tuple[str, ...]
     source: str
 
-    def at(self, m: int) -> str:
-        """The path for ``m`` rows; the first one below the smallest measured M."""
-        return self.paths[max(0, bisect.bisect_right(self.m_from, m) - 1)]
+    def at(self, m: int) -> tuple[int, str]:
+        """(from which M on, path) for ``m`` rows; the first one below the smallest measured M."""
+        step = max(0, bisect.bisect_right(self.m_from, m) - 1)
+        return self.m_from[step], self.paths[step]
 
 
 @cache
@@ -80,7 +81,7 @@ def choose(context: Context) -> tuple[str, str] | None:
     if not near:
         return None
     apart, other_dtype, ladder = min(near, key=lambda n: n[:2])
-    path = ladder.at(context.m)
+    m_from, path = ladder.at(context.m)
     shape = f"{ladder.q_lora_rank}+{ladder.kv_lora_rank} {ladder.dtype}"
     how = f"nearest measured: {shape}" if apart or other_dtype else f"measured at {shape}"
-    return path, f"fastest around M = {context.m} by {ladder.source} ({how}, {ladder.clock} clock)"
+    return path, f"fastest from M = {m_from} on by {ladder.source} ({how}, {ladder.clock} clock)"

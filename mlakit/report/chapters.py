@@ -253,6 +253,7 @@ def speed_table(frame: pd.DataFrame) -> list[dict]:
     """A row a batch, a column a path: ``p50_us`` and, in brackets, the headline ratio."""
     rows = frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
     shape = "arch q_lora_rank kv_lora_rank dtype quant layout clock cache m".split()
+    rows = rows.sort_values(shape, kind="stable")
     table = []
     for key, part in rows.groupby(shape, sort=False):
         line = {"arch": key[0], "q+kv": f"{key[1]}+{key[2]}", "dtype": key[3]}

@@ -259,12 +259,17 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
             result.broken.append(f"{label}: {other.status}, {other.reason}")
         elif other.status != "ok" or not all(p is not None for p in pair):
             result.missing.append(f"{label}: {other.reason or 'no samples'}")
-        elif other.path_ran != row.path_ran:
+        elif _fell_back(row.path_ran, other.path_ran):
             result.missing.append(f"{label}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
             found.append((cell, row.cell_id, *pair))
     result.shift, result.changes = _verdicts(found, smallest)
     return result
+
+
+def _fell_back(a: object, b: object) -> bool:
+    """Whether one of two rows of a path ran something else than the other."""
+    return isinstance(a, str) and isinstance(b, str) and a != b
 
 
 def _differences(a: Source, b: Source) -> list[str]:

@@ -62,7 +62,8 @@ def test_it_gives_the_step(m, dtype):
     assert close(call.qk_rmsnorm(*i.args), i)
     ran = call.last_call()
     assert (ran.path, ran.policy, ran.fallback) == ("cpu_fused", "mlakit", False)
-    assert "one launch" in ran.reason
+    # float32 was never measured: the safe order decides there, the table elsewhere
+    assert ("one launch" if dtype == "fp32" else "fastest from") in ran.reason
 
 
 def test_out_is_filled_and_returned():
