@@ -8,11 +8,12 @@ import torch
 from mlakit import archs, latency
 from mlakit.codegen import resources
 from mlakit.codegen.compile import ARCHS, Compiled, compile_many
-from mlakit.codegen.shipped import emulate_qk_rmsnorm, request
+from mlakit.codegen.shipped import emulate_qk_rmsnorm, emulate_quantised, request
 from mlakit.context import Context
 from mlakit.drift.ulp import compare
 from mlakit.errors import MisuseError
 from mlakit.inputs import make
+from mlakit.paths import quantised
 from mlakit.report import chapters
 from mlakit.rounding import oracle
 from mlakit.shapes import Widths, parse_hidden
@@ -106,6 +107,34 @@ def emulated(made: dict[str, Compiled], widths: Widths, dtype: str, seed: int) -
                     | {"share_correct": drift.share_correct, "max_ulp": drift.max_ulp}
                     | {"signed_bias": drift.signed_bias, "evidence": done.run.evidence}
                 )
+    return pd.DataFrame(rows)
+
+
+def emulated_fp8(widths: Widths, dtype: str, seed: int) -> pd.DataFrame:
+    """fnuz (gfx942) against OCP (gfx950): q as FP8 by groups of 128, by each card's own code.
+
+    Executed on numpy over 8 rows. ``rel_l2``: the dequantised q against float64's norm;
+    ``codes_equal``: the share of bytes equal to float64's norm quantised in that encoding.
+    """
+    if quantised.refusal("fp8_group128", widths.q_lora_rank) or not widths.q_lora_rank:
+        return pd.DataFrame()
+    inputs = make(8, widths, dtype, seed=seed)
+    want = oracle(inputs.q, inputs.q_weight, inputs.q_eps)
+    rows = []
+    for arch in STORY:
+        encoding = archs.fp8_format(arch)
+        options = quantised.Options(encoding=encoding)
+        done = emulate_quantised("fp8_group128", arch, inputs, options=options)
+        got = quantised.dequantise("fp8_group128", done.q, options).double()
+        exact = quantised.reference(
+            "fp8_group128", inputs.q, inputs.q_weight, inputs.q_eps, options
+        )
+        same = done.q.values.view(torch.uint8) == exact.values.view(torch.uint8)
+        rows.append(
+            {"arch": arch, "encoding": encoding, "elements": want.numel()}
+            | {"rel_l2": float((got - want).norm() / want.norm())}
+            | {"codes_equal": float(same.double().mean()), "evidence": done.run.evidence}
+        )
     return pd.DataFrame(rows)
 
 
