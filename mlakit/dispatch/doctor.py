@@ -82,7 +82,7 @@ def _machine() -> Iterator[Finding]:
     build = "ROCm " + torch.version.hip if torch.version.hip else None
     build = build or ("CUDA " + torch.version.cuda if torch.version.cuda else "CPU only")
     yield Finding("machine", "python", "ok", platform.python_version(), "3.11 to 3.13")
-    yield Finding("machine", "torch", "ok", f"{torch.__version__} ({build})", "2.9 or newer")
+    yield Finding("machine", "torch", "ok", f"{torch.__version__} ({build})", "2.11 or newer")
 
 
 def _devices() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ import pandas as pd
 from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
-from mlakit.records import CONTROLS, Cell, check_row
+from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row
 from mlakit.report import scrub
 from mlakit.sweep import grid, store
 
@@ -70,7 +70,7 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
     # The samples stay with whoever measured: a contribution is one file.
     exported.with_name(f"{exported.stem}-samples.parquet").unlink(missing_ok=True)
     frame = store.read_rows(exported)
-    for column in frame.select_dtypes(["object", "str"]):
+    for column in _texts(frame):
         frame[column] = frame[column].map(scrub.text, na_action="ignore")
     _check_figures(frame)
     _check_aa(frame)
@@ -139,11 +139,16 @@ def validate(file: str | Path) -> pd.DataFrame:
     _check_figures(frame)
     _check_aa(frame)
     _check_plausible(frame)
-    for column in frame.select_dtypes(["object", "str"]):
+    for column in _texts(frame):
         for value in frame[column].dropna().unique():
             if re.search(r"(^|[\s'\"=:])/(home|Users|root|tmp|mnt|data)/", value):
                 raise MisuseError(f"{file.name}: column {column} holds a path of a machine")
     return frame
+
+
+def _texts(frame: pd.DataFrame) -> list[str]:
+    """The schema's text columns; a dtype's name for text changed between pandas 2 and 3."""
+    return [c for c in frame.columns if c in TEXT_COLUMNS]
 
 
 def _missing(value: object) -> bool:
