@@ -37,23 +37,24 @@ def check(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> None:
         MisuseError: rows, shapes, dtypes, devices or eps that do not fit, or an ``out`` that does
             not fit or overlaps another argument.
     """
-    for x in (q, q_weight, k, k_weight):
-        if not isinstance(x, torch.Tensor):
-            raise MisuseError(f"q, k and their weights must be tensors, not {type(x).__name__}")
-    dtype, device = q.dtype, q.device
-    if not (
-        q.shape[:-1] == k.shape[:-1]
-        and q_weight.shape == q.shape[-1:]
-        and k_weight.shape == k.shape[-1:]
-        and k.dtype is dtype
-        and dtype in FLOATS
-        and q_weight.dtype in FLOATS
-        and k_weight.dtype in FLOATS
-        and device == k.device == q_weight.device == k_weight.device
-        and type(q_eps) is float
-        and type(k_eps) is float
-        and q_eps >= 0 <= k_eps
-    ):
+    try:
+        dtype, device = q.dtype, q.device
+        fits = (
+            q.shape[:-1] == k.shape[:-1]
+            and q_weight.shape == q.shape[-1:]
+            and k_weight.shape == k.shape[-1:]
+            and k.dtype is dtype
+            and dtype in FLOATS
+            and q_weight.dtype in FLOATS
+            and k_weight.dtype in FLOATS
+            and device == k.device == q_weight.device == k_weight.device
+            and type(q_eps) is float
+            and type(k_eps) is float
+            and q_eps >= 0 <= k_eps
+        )
+    except AttributeError:
+        fits = False  # no tensor: explained below, so that a good call pays no test for it
+    if not fits:
         _explain(q, q_weight, q_eps, k, k_weight, k_eps)
     if out is not None:
         _check_out(q, q_weight, k, k_weight, out)
@@ -116,6 +117,9 @@ def as_rows(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
     """Raise for the first thing wrong; return where the quick test was merely too strict."""
+    for x in (q, q_weight, k, k_weight):
+        if not isinstance(x, torch.Tensor):
+            raise MisuseError(f"q, k and their weights must be tensors, not {type(x).__name__}")
     if q.shape[:-1] != k.shape[:-1]:
         raise MisuseError(
             f"q has rows {tuple(q.shape[:-1])} and k {tuple(k.shape[:-1])}: "
