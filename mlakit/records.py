@@ -30,9 +30,9 @@ CONTROLS = ("copy_limit", "launch_floor")
 """Rows with these in ``path_ran`` are controls of their cell, never peers."""
 
 IDENTITY = (
-    "schema_version run_id cell_id started_at evidence source device vendor arch arch_raw driver "
-    "torch triton mlakit git_sha model hidden_size q_lora_rank kv_lora_rank m dtype quant layout "
-    "clock cache cache_bytes path_requested path_ran reason policy config status"
+    "schema_version run_id cell_id started_at evidence source device device_id vendor arch "
+    "arch_raw driver torch triton mlakit git_sha model hidden_size q_lora_rank kv_lora_rank m "
+    "dtype quant layout clock cache cache_bytes path_requested path_ran reason policy config status"
 ).split()
 FIGURES = (
     "n p05_us p20_us p50_us p80_us p95_us mad_us ratio_to ratio ratio_lo ratio_hi host_us "
@@ -48,16 +48,17 @@ ACCURACY_FIGURES = (
 ACCURACY_COLUMNS = (*IDENTITY, "output", *ACCURACY_FIGURES, "flags", "note")
 
 TEXT_COLUMNS = frozenset(
-    "run_id cell_id started_at evidence source device vendor arch arch_raw driver torch triton "
-    "mlakit git_sha model dtype quant layout clock cache path_requested path_ran reason policy "
-    "config status ratio_to clocks_before clocks_after throttle flags note rounding reference "
-    "input_family output".split()
+    "run_id cell_id started_at evidence source device device_id vendor arch arch_raw driver torch "
+    "triton mlakit git_sha model dtype quant layout clock cache path_requested path_ran reason "
+    "policy config status ratio_to clocks_before clocks_after throttle flags note rounding "
+    "reference input_family output".split()
 )
 INTEGER_COLUMNS = frozenset(
     "schema_version hidden_size q_lora_rank kv_lora_rank m cache_bytes n bytes_moved seed elements "
     "max_ulp nonfinite_mismatch worst_row worst_channel".split()
 )
-"""Every other column is float64. ``config`` is JSON; ``flags`` is a comma-separated set."""
+"""Every other column is float64. ``device_id`` is 12 hex digits of the device's hashed UUID;
+``config`` is JSON; ``flags`` is a comma-separated set."""
 
 
 @dataclass(frozen=True)

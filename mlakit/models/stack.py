@@ -228,7 +228,7 @@ def measure(
         ``micro_us[batch][cache][path]`` (medians, us). ``summarise`` makes rows of it.
     """
     device = stack.device
-    about = {k: v for k, v in guard.environment(device).items() if k != "uuid"}
+    about = guard.environment(device)
     arch = about["arch"] or "cpu"
     result: dict = {
         "schema": 1, "evidence": "measured",

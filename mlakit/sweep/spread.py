@@ -156,7 +156,7 @@ def over_dask(
 
 
 def _cluster_environment(client) -> dict:
-    """One environment for all workers: the first device of each arch that is offered.
+    """One environment for all workers: the device behind each unit of an arch that is offered.
 
     Raises:
         MisuseError: no worker offers an arch, or two of one arch differ.
@@ -175,7 +175,7 @@ def _cluster_environment(client) -> dict:
                     f"the dask workers of {arch} are not alike: {differs}; sweep them apart"
                 )
             offered[arch] = only
-            names |= only["devices"]
+            names[f"{arch}:{len(names)}"] = only["devices"][arch]
     if not names:
         raise MisuseError(
             "no dask worker offers a device: start one a device, "

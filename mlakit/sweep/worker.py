@@ -95,12 +95,12 @@ def difference(old: dict, new: dict) -> str | None:
     return "; ".join(found) or None
 
 
-def identity(cell: Cell, run: str, env: dict) -> dict:
+def identity(cell: Cell, run: str, env: dict, device: str | None = None) -> dict:
     """The identity columns of a cell's rows, where the measuring function left them out."""
-    found = env["devices"][next(iter(devices_of(cell.arch, env)), "cpu")]
+    found = env["devices"][device or (devices_of(cell.arch, env) or [*env["devices"]])[0]]
     if found["arch"] != cell.arch:
-        unknown = {"device": None, "vendor": vendor_of(cell.arch), "driver": None}
-        found = found | unknown | {"arch": cell.arch, "arch_raw": cell.arch}
+        found = found | dict.fromkeys(("device", "device_id", "driver"))
+        found |= {"vendor": vendor_of(cell.arch), "arch": cell.arch, "arch_raw": cell.arch}
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run,
@@ -108,7 +108,7 @@ def identity(cell: Cell, run: str, env: dict) -> dict:
         "started_at": now(),
         "evidence": "measured",
         "source": "this run",
-        **{name: value for name, value in found.items() if name != "uuid"},
+        **found,
         "model": cell.model,
         "hidden_size": model(cell.model).hidden_size if cell.model else None,
         "q_lora_rank": cell.q_lora_rank,
@@ -123,13 +123,19 @@ def identity(cell: Cell, run: str, env: dict) -> dict:
 
 
 def write_fault(
-    run_dir: Path, kind: str, cell: Cell, env: dict, status: str, reason: str
+    run_dir: Path,
+    kind: str,
+    cell: Cell,
+    env: dict,
+    status: str,
+    reason: str,
+    device: str | None = None,
 ) -> list[str]:
     """Write one row, without figures, for a cell that could not be measured; its statuses.
 
     The row's ``path_requested`` names all of the cell's paths: what happened, happened to all.
     """
-    row = identity(cell, Path(run_dir).resolve().name, env)
+    row = identity(cell, Path(run_dir).resolve().name, env, device)
     row |= {"path_requested": ",".join(cell.paths), "status": status, "reason": reason}
     if kind == "accuracy":
         row["share_correct"] = None
@@ -191,12 +197,12 @@ def _measure(request: dict, env: dict) -> dict:
     need, free = needed_bytes(cell), free_bytes(device)
     if free is not None and need > free:
         reason = f"too large for {device}: needs {_gib(need)}, {_gib(free)} free"
-        return {"statuses": write_fault(run_dir, kind, cell, env, "skipped", reason)}
+        return {"statuses": write_fault(run_dir, kind, cell, env, "skipped", reason, device)}
     module, _, name = request["function"].partition(":")
     begun = time.perf_counter()
     try:
         function = getattr(importlib.import_module(module), name)
-        base = identity(cell, run, env)
+        base = identity(cell, run, env, device)
         known = {"run_id": run, "hidden_size": base["hidden_size"]}
         result: CellResult = function(cell, device=device, run=known)
         measured = time.perf_counter() - begun
@@ -210,7 +216,8 @@ def _measure(request: dict, env: dict) -> dict:
         traceback.print_exc()
         lost = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
         status = "oom" if lost else "failed"
-        reply = {"statuses": write_fault(run_dir, kind, cell, env, status, plain_reason(error))}
+        reason = plain_reason(error)
+        reply = {"statuses": write_fault(run_dir, kind, cell, env, status, reason, device)}
         return reply | {"measure_s": time.perf_counter() - begun, "recycle": _sticky(device)}
 
 
@@ -245,16 +252,28 @@ def main() -> None:
         request = json.loads(line)
         timed = request["kind"] == "timing"
         try:
-            with (
-                guard.device_lock(request["device"], wait_s=request["lock_wait_s"])
-                if timed
-                else contextlib.nullcontext()
-            ):
+            with contextlib.ExitStack() as held:
+                if timed:
+                    _hold(held, request, reply)
                 reply({"begun": True})
                 answer = _measure(request, env)
         except (guard.LockedError, MisuseError) as error:
             answer = {"locked": str(error)}
         reply(answer)
+
+
+def _hold(held: contextlib.ExitStack, request: dict, reply) -> None:
+    """Take the device's lock; where that takes waiting, first say for whom.
+
+    Raises:
+        LockedError: another timing run held the device for ``lock_wait_s``.
+    """
+    device = request["device"]
+    try:
+        held.enter_context(guard.device_lock(device))
+    except guard.LockedError as error:
+        reply({"waiting": str(error)})
+        held.enter_context(guard.device_lock(device, wait_s=request["lock_wait_s"]))
 
 
 # ---- the parent's handle
@@ -319,6 +338,9 @@ class Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         begun = self._answer(LOCK_WAIT_S + _START_S)
+        if "waiting" in begun:
+            print(f"waiting: {begun['waiting']}", file=sys.stderr, flush=True)
+            begun = self._answer(LOCK_WAIT_S + _START_S)
         if "locked" in begun:
             raise guard.LockedError(begun["locked"])
         return self._answer(limit_s)
@@ -388,7 +410,8 @@ class WarmDevice:
             # it may have died after its part was whole
             if is_done(run_dir, kind, cell.id):
                 return {"statuses": []}
-            return {"statuses": write_fault(run_dir, kind, cell, env, lost.status, str(lost))}
+            fault = (lost.status, str(lost), self.name)
+            return {"statuses": write_fault(run_dir, kind, cell, env, *fault)}
         if reply.get("recycle"):
             self.stop()
         return reply

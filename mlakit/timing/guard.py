@@ -73,7 +73,7 @@ def _cpu_cache_bytes() -> int:
 
 @cache
 def environment(device: str) -> dict[str, str | None]:
-    """Names and versions for a row's identity, and ``uuid`` (hashed, see :func:`uuid_hash`)."""
+    """Names and versions for a row's identity, and ``device_id`` (:func:`uuid_hash`)."""
     import torch
 
     found = device_of(device)
@@ -87,7 +87,7 @@ def environment(device: str) -> dict[str, str | None]:
         "triton": _version("triton"),
         "mlakit": _version("mlakit"),
         "git_sha": git_sha(),
-        "uuid": uuid_hash(device),
+        "device_id": uuid_hash(device),
     }
 
 

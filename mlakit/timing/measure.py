@@ -107,7 +107,7 @@ def _check_place(cell: Cell, device: str) -> None:
 
 def _identity(cell: Cell, device: str, run: dict) -> dict:
     known = guard.environment(device)
-    columns = "device vendor arch arch_raw driver torch triton mlakit git_sha".split()
+    columns = "device device_id vendor arch arch_raw driver torch triton mlakit git_sha".split()
     identity = {
         "schema_version": SCHEMA_VERSION,
         "cell_id": cell.id,

@@ -66,7 +66,7 @@ def test_environment_of_the_cpu_names_no_host():
     found = guard.environment("cpu")
     assert (found["vendor"], found["arch"], found["driver"]) == ("cpu", "cpu", None)
     assert found["torch"]
-    assert len(found["uuid"]) == 12
+    assert len(found["device_id"]) == 12
     assert os.uname().nodename not in str(found)
 
 
