@@ -41,3 +41,9 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
 
 class LockedError(RuntimeError):
     """Another process holds a device or a run; the message names it."""
+
+
+def one_line(error: BaseException) -> str:
+    """``Type: first line of the message``, cut at 200 characters."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:200]

@@ -12,9 +12,8 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.dispatch import policies, probe
 from mlakit.dispatch.choice import OUTSIDE, RAISES
-from mlakit.errors import MisuseError, RefusedError
+from mlakit.errors import MisuseError, RefusedError, one_line
 from mlakit.paths import checks, custom_op, registry
-from mlakit.paths.aiter_api import one_line
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_KINDS = 4096

@@ -15,6 +15,7 @@ from pathlib import Path
 from mlakit import archs
 from mlakit.context import PACKAGES
 from mlakit.dispatch import probe, switches
+from mlakit.errors import one_line
 from mlakit.paths import aiter_api
 
 STATES = ("ok", "note", "missing", "error")
@@ -72,7 +73,7 @@ def _safely(look: Callable[[], Iterator[Finding]]) -> list[Finding]:
         return list(look())
     except Exception as error:
         name = look.__name__.lstrip("_")
-        text = aiter_api.one_line(error)
+        text = one_line(error)
         return [Finding(name, name, "error", f"this look failed: {text}", todo="report this line")]
 
 

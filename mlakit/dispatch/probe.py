@@ -15,6 +15,7 @@ from pathlib import Path
 from mlakit import archs
 from mlakit.context import PACKAGES, Context
 from mlakit.dispatch import switches
+from mlakit.errors import one_line
 from mlakit.paths import aiter_api
 from mlakit.records import Cell
 
@@ -67,7 +68,7 @@ def _module_reason(name: str) -> str | None:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError) as error:
-        return f"{name} is broken here: {aiter_api.one_line(error)}"
+        return f"{name} is broken here: {one_line(error)}"
     if spec is None:
         return f"{name} is not installed; {_INSTALL[name]}"
     if spec.origin is None:
@@ -95,7 +96,7 @@ def _cxx_reason() -> str | None:
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the C++ compiler {name} does not run: {aiter_api.one_line(error)}"
+        return f"the C++ compiler {name} does not run: {one_line(error)}"
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return f"the C++ compiler {name} fails: {lines[0][:120]}"

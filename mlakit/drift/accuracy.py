@@ -10,10 +10,9 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.dispatch.probe import context_for
 from mlakit.drift.ulp import Drift, compare, ulps
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, one_line
 from mlakit.inputs import TORCH_DTYPES, Inputs, make
 from mlakit.paths import quantised, registry
-from mlakit.paths.aiter_api import one_line
 from mlakit.records import ACCURACY_FIGURES, Cell, CellResult, check_row
 from mlakit.rounding import ROUNDINGS, oracle
 

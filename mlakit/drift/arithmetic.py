@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
+from mlakit.errors import one_line
 from mlakit.inputs import TORCH_DTYPES
-from mlakit.paths.aiter_api import one_line
 from mlakit.rounding import Recipe, truncate_to
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]

@@ -13,9 +13,8 @@ import torch
 
 from mlakit.drift.audit_cases import CASES
 from mlakit.drift.audit_subject import FAIL, REFUSED, Failed, Subject
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, one_line
 from mlakit.paths import registry
-from mlakit.paths.aiter_api import one_line
 
 
 @dataclass(frozen=True)

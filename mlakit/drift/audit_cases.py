@@ -31,8 +31,8 @@ from mlakit.drift.audit_subject import (
 )
 from mlakit.drift.fingerprint import fingerprint, first_of_pair, second_of_pair
 from mlakit.drift.ulp import compare
+from mlakit.errors import one_line
 from mlakit.inputs import TORCH_DTYPES, Inputs
-from mlakit.paths.aiter_api import one_line
 from mlakit.rounding import oracle
 from mlakit.shapes import Widths
 

@@ -22,8 +22,8 @@ from mlakit.drift.audit_subject import (
     same,
     wrong,
 )
+from mlakit.errors import one_line
 from mlakit.inputs import TORCH_DTYPES
-from mlakit.paths.aiter_api import one_line
 
 # ---- memory
 

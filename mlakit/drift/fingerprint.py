@@ -16,7 +16,7 @@ import torch
 
 from mlakit.drift.arithmetic import EPS, Norm, arithmetic, contraction, probe
 from mlakit.drift.ulp import ulps
-from mlakit.paths.aiter_api import one_line
+from mlakit.errors import one_line
 from mlakit.rounding import EPS_RULES, STATISTICS, Recipe
 
 ROW_SLACK = 0.01

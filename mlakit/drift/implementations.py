@@ -13,9 +13,9 @@ import torch
 
 from mlakit.dispatch import probe
 from mlakit.drift.fingerprint import Norm, fingerprint, first_of_pair, second_of_pair
+from mlakit.errors import one_line
 from mlakit.inputs import TORCH_DTYPES
 from mlakit.paths import registry
-from mlakit.paths.aiter_api import one_line
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlakit.errors import one_line
+
 WANTED = "amd-aiter v0.1.12 or newer, installed as https://github.com/ROCm/aiter says"
 NAME = "fused_qk_rmsnorm"
 UNIFIED_MODULE = "aiter.ops.fused_qk_rmsnorm_group_quant"
@@ -168,12 +170,6 @@ def import_or_none(name: str):
         raise
     except Exception as error:
         raise ImportError(f"aiter does not import: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """``Type: first line of the message``, cut at 200 characters."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:200]
 
 
 def _pair(function: Callable) -> Callable:

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from mlakit.context import Context
-from mlakit.errors import RefusedError
+from mlakit.errors import RefusedError, one_line
 from mlakit.paths import aiter_api
 from mlakit.paths.checks import prepare
 from mlakit.paths.registry import Path
@@ -106,7 +106,7 @@ def _trusted(device: torch.device) -> aiter_api.Api:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        text = aiter_api.one_line(error)
+        text = one_line(error)
         raise RefusedError(f"aiter_fused: {api.signature} failed its test call: {text}") from error
     for name, values, known in zip("qk", got, (_KNOWN_Q, _KNOWN_K), strict=True):
         want = torch.tensor(known)

@@ -13,9 +13,9 @@ from functools import cache
 import torch
 
 from mlakit.context import Context
-from mlakit.errors import RefusedError
+from mlakit.errors import RefusedError, one_line
 from mlakit.paths import quantised
-from mlakit.paths.aiter_api import import_or_none, one_line
+from mlakit.paths.aiter_api import import_or_none
 from mlakit.paths.checks import as_rows, check
 from mlakit.paths.quantised import DEFAULT, QuantisedQ
 from mlakit.rounding import oracle
