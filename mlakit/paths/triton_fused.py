@@ -7,9 +7,8 @@ Calls that are traced or want a gradient go through the operator ``mlakit::qk_rm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -20,8 +19,9 @@ from mlakit.errors import MisuseError, RefusedError
 from mlakit.paths import checks, custom_op, interpreter, triton_config
 from mlakit.paths.registry import Path
 from mlakit.paths.triton_config import Config
+from mlakit.paths.triton_launch import DTYPE_NAMES, Launch, prepare, start
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_start = start
 KERNEL = "mlakit.paths.triton_kernels:qk_rmsnorm_kernel"
 MOST_READY = 4096
 """Calls remembered: a serving engine sees some hundred row counts, an entry takes about 1 KiB."""
@@ -40,21 +40,12 @@ _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty)
 class _Ready:
     """All that a call still needs once its facts are known."""
 
-    device: int
-    grid: int
-    run: Callable
-    """the compiled kernel's C launcher"""
-    kernel: object
-    function: int
-    packed: object
-    hooks: object
-    """triton's launch hooks live on it: profilers set them"""
+    launch: Launch
     strides: tuple[int, ...]
     """of q, k, q_out, k_out, and the rows: the kernel's integers"""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dense: tuple[tuple[int, ...], tuple[int, ...]]
     """shapes of the two outputs, and their strides when contiguous"""
-    constants: tuple
 
 
 _READY: dict[tuple, _Ready] = {}
@@ -128,30 +119,17 @@ def run(q, q_weight, q_eps, k, k_weight, k_eps, out=None, config=None, batch_inv
         return _first_call(
             facts, q, q_weight, q_eps, k, k_weight, k_eps, None, config, batch_invariant
         )
-    if ready.device != torch._C._cuda_getDevice():
-        with torch.cuda.device(ready.device):
+    launch = ready.launch
+    if launch.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(launch.device):
             return run(q, q_weight, q_eps, k, k_weight, k_eps, None, config, batch_invariant)
     q_out = _empty(ready.shapes[0], ready.dense[0], q.dtype)
     k_out = _empty(ready.shapes[1], ready.dense[1], k.dtype)
-    _start(
-        ready, q_at, qw_at, q_out.data_ptr(), k_at, kw_at, k_out.data_ptr(),
+    start(
+        launch, q_at, qw_at, q_out.data_ptr(), k_at, kw_at, k_out.data_ptr(),
         *ready.strides, q_eps, k_eps,
     )  # fmt: skip
     return q_out, k_out
-
-
-def _start(ready: _Ready, *arguments) -> None:
-    """Launch on the current device, which must be the tensors', and its current stream."""
-    stream = torch._C._cuda_getCurrentRawStream(ready.device)
-    enter, leave, metadata = None, None, None
-    hooks = ready.hooks
-    if hooks.launch_enter_hook is not None and hooks.launch_enter_hook.calls:
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        metadata = ready.kernel.launch_metadata((ready.grid, 1, 1), stream, *arguments)
-    ready.run(
-        ready.grid, 1, 1, stream, ready.function, ready.packed, metadata, enter, leave,
-        *arguments, *ready.constants,
-    )  # fmt: skip
 
 
 def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant):
@@ -200,8 +178,8 @@ def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batc
         if len(_READY) >= MOST_READY:
             _READY.clear()
         _READY[facts] = ready
-    with torch.cuda.device(ready.device):
-        _start(ready, *pointers, *ready.strides, q_eps, k_eps)
+    with torch.cuda.device(ready.launch.device):
+        start(ready.launch, *pointers, *ready.strides, q_eps, k_eps)
     return given
 
 
@@ -210,46 +188,24 @@ def _prepare(
     config, device, m, q_width, k_width, dtype, weight_dtypes, aligned, strides, outputs
 ) -> _Ready:
     """Compile, load and lay out a launch for one set of facts."""
-    from triton import knobs
-
-    with torch.cuda.device(device):
-        kernel = _compile(
-            config, device, q_width, k_width, dtype, weight_dtypes, aligned,
-            all(s % 16 == 0 for s in strides),
-        )  # fmt: skip
-        resident = triton_config.resident(config, archs.devices()[device].compute_units)
-        return _Ready(
-            device=device,
-            grid=triton_config.programs(config, m, q_width, resident),
-            run=kernel.run,
-            kernel=kernel,
-            function=kernel.function,
-            packed=kernel.packed_metadata,
-            hooks=knobs.runtime,
-            strides=(*strides, m),
-            shapes=tuple(shape for shape, _ in outputs),
-            dense=tuple(stride for _, stride in outputs),
-            constants=tuple(kernel.src.constants.values()),
-        )
+    card = archs.devices()[device]
+    resident = triton_config.resident(config, card.compute_units)
+    return _Ready(
+        launch=prepare(
+            device, triton_config.programs(config, m, q_width, resident), _signature,
+            config, card.arch, q_width, k_width, dtype, weight_dtypes,
+            aligned=aligned, strides_of_16=all(s % 16 == 0 for s in strides),
+        ),
+        strides=(*strides, m),
+        shapes=tuple(shape for shape, _ in outputs),
+        dense=tuple(stride for _, stride in outputs),
+    )  # fmt: skip
 
 
-@cache
-def _compile(config, device, q_width, k_width, dtype, weight_dtypes, aligned, strides_of_16):
-    """The kernel compiled for, and loaded on, the current device."""
-    import triton
-    from triton.compiler import ASTSource
-
+def _signature(*facts, **named_facts):
     from mlakit.paths.triton_kernels import kernel_signature
 
-    function, signature, constants, attrs, options = kernel_signature(
-        config, archs.devices()[device].arch, q_width, k_width, dtype, weight_dtypes,
-        aligned=aligned, strides_of_16=strides_of_16,
-    )  # fmt: skip
-    return triton.compile(
-        ASTSource(function, signature, constants, attrs),
-        target=triton.runtime.driver.active.get_current_target(),
-        options=options,
-    )
+    return kernel_signature(*facts, **named_facts)
 
 
 def _interpret(config, m, q, q_weight, q_eps, q_out, k, k_weight, k_eps, k_out, aligned) -> None:
