@@ -48,6 +48,14 @@ def truncate_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(too_far, bits - 1, bits).view(dtype)
 
 
+def order(values: torch.Tensor) -> torch.Tensor:
+    """int64 that counts representable values: neighbours differ by 1, -0 and +0 are both 0."""
+    kind = torch.int16 if values.element_size() == 2 else torch.int32
+    bits = values.contiguous().view(kind).to(torch.int64)
+    lowest = -(1 << (8 * values.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
 STATISTICS = ("float32", "bf16_squares", "bf16_mean", "bf16_sum", "bf16_variance")
 EPS_RULES = ("inside", "eps_outside", "eps_clamped", "eps_ignored")
 RSTDS = ("float32", "bf16_rstd", "approx_rsqrt")
@@ -160,7 +168,7 @@ ROUNDINGS: dict[str, Rounding] = {
         (Recipe(eps="eps_clamped"), "s = rsqrt(max(mean, eps))"),
         (Recipe(eps="eps_ignored"), "s = rsqrt(mean): a row of zeros is NaN"),
         (Recipe(offset=1), "R((x*s)*(1+w)): gemma's weight"),
-        (_ALL_BF16, "every step rounded to bf16 (Liger's casting mode none)"),
+        (_ALL_BF16, "every step rounded to bf16"),
     )
 }
 """By name; another combination of factors is ``Recipe(...)``, named by ``Recipe.name``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mlakit.rounding import round_to
+from mlakit.rounding import order, round_to
 
 BINS = ("<= -3", "-2", "-1", "0", "+1", "+2", ">= +3")
 """Bins of ``Drift.histogram``: ulps away from zero (+) or toward it (-), seen from the nearest."""
@@ -14,8 +14,6 @@ BINS = ("<= -3", "-2", "-1", "0", "+1", "+2", ">= +3")
 BIAS_FLAG = 1e-4
 BIAS_MIN_ELEMENTS = 100_000
 """A signed bias is flagged above 1e-4 on at least 1e5 elements: fewer are too noisy to tell."""
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,6 @@ class Drift:
     def figures(self) -> dict:
         """The figures under the names of ``records.ACCURACY_COLUMNS``."""
         return {k: v for k, v in vars(self).items() if k != "histogram"}
-
-
-def order(values: torch.Tensor) -> torch.Tensor:
-    """int64 that counts representable values: neighbours differ by 1, -0 and +0 are both 0."""
-    bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
-    lowest = -(1 << (8 * values.element_size() - 1))
-    return torch.where(bits < 0, lowest - bits, bits)
 
 
 def ulps(got: torch.Tensor, want64: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from mlakit.formats import fp8, mxfp4
 from mlakit.paths.registry import Path
-from mlakit.rounding import oracle, round_to
+from mlakit.rounding import oracle, order, round_to
 from mlakit.timing.buffers import Ring, Slot
 
 MAX_ULP = {2: 2, 4: 16}
@@ -78,13 +78,5 @@ def _max_ulp(x: torch.Tensor, weight: torch.Tensor, eps: float, got: torch.Tenso
     worst = 0
     for rows in _rows(x).split(4096):
         want = round_to(oracle(x[rows], weight, eps), got.dtype)
-        worst = max(worst, int((_ordered(got[rows]) - _ordered(want)).abs().max()))
+        worst = max(worst, int((order(got[rows]) - order(want)).abs().max()))
     return worst
-
-
-def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """int64 in which neighbouring floats differ by 1."""
-    kind = torch.int16 if values.element_size() == 2 else torch.int32
-    bits = values.contiguous().view(kind).long()
-    lowest = -(1 << (8 * values.element_size() - 1))
-    return torch.where(bits < 0, lowest - bits, bits)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from mlakit.drift.arithmetic import squares_are_exact
 from mlakit.drift.fingerprint import fingerprint, first_of_pair, second_of_pair
+from mlakit.drift.implementations import IMPLEMENTATIONS
 from mlakit.drift.mutants import ROUNDING_MUTANTS
-from mlakit.rounding import ROUNDINGS, Recipe
+from mlakit.rounding import ROUNDINGS, Recipe, round_to
 
 
 @pytest.mark.parametrize("name", ROUNDING_MUTANTS)
@@ -43,6 +44,29 @@ def test_transformers_norms(module, name):
     found = fingerprint(norm)
     assert found.names == {"cast_then_weight"}
     assert "so is the output" in found.details["weight"]
+
+
+def test_ligers_none_mode_sums_in_bf16_and_rounds_once():
+    """By hand what Triton compiles it to for sm_90, one element a thread (mul.bf16, fma.rn.bf16,
+    add.bf16 over lanes 16, 8, 4, 2, 1 and then four warps; the rest in float32)."""
+
+    def none_mode(x, w, eps):
+        exact, lane, warp = x.double().square(), torch.arange(128), torch.arange(4)
+        squares = round_to(exact, x.dtype).double()
+        total = round_to(exact + squares[:, lane ^ 16], x.dtype).double()
+        for distance in (8, 4, 2, 1):
+            total = round_to(total + total[:, lane ^ distance], x.dtype).double()
+        total = total[:, ::32]
+        for distance in (2, 1):
+            total = round_to(total + total[:, warp ^ distance], x.dtype).double()
+        variance = total[:, :1].float() / 128 + torch.tensor(eps).to(x.dtype).float()
+        return (x.float() * variance.double().rsqrt().float() * w.float()).to(x.dtype)
+
+    found = fingerprint(none_mode)
+    liger = next(i for i in IMPLEMENTATIONS if i.name == "Liger none")
+    assert found.names == {liger.reads_as} == {"running_sum"}
+    # what an H200 gave (data/recorded/h200), word for word
+    assert found.text.endswith("its order shows; s up to 2**-9.0 off")
 
 
 def test_pairs_are_taken_apart():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mlakit.drift.ulp import compare, order, ulps
-from mlakit.rounding import ROUNDINGS, oracle, round_to
+from mlakit.drift.ulp import compare, ulps
+from mlakit.rounding import ROUNDINGS, oracle, order, round_to
 
 
 def _case(dtype=torch.bfloat16, m=64, n=256):
