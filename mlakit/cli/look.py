@@ -40,7 +40,7 @@ def paths(
             "path": p.name,
             "output": p.output,
             "launches": p.launches,
-            "rounding": p.rounding,
+            "rounding": p.rounding_on(context.arch, context.dtype),
             "runs": "yes" if (why := _why_not(p, context)) is None else f"no: {why}",
             "what it is": p.text,
         }

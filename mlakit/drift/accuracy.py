@@ -146,16 +146,17 @@ def _path_rows(
 def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
     """Status, figures and flags of one output. x and the judged rows of ``got``: (rows, N)."""
     want = oracle(x, weight, cell.eps)
-    common = {"path_ran": path.name, "reference": "float64", "rounding": path.rounding}
+    rounding = path.rounding_on(cell.arch, cell.dtype)
+    common = {"path_ran": path.name, "reference": "float64", "rounding": rounding}
     if not isinstance(got, torch.Tensor):
         return common | _judge_quantised(path.output, got, x, weight, cell.eps, judged)
     got = got[judged]
     drift = compare(got, want)
-    formula = ROUNDINGS[path.rounding].formula(x, weight, cell.eps).to(got.dtype)
+    formula = ROUNDINGS[rounding].formula(x, weight, cell.eps).to(got.dtype)
     off = ulps(got, formula.double()).abs()
     flags = _flags(drift)
     # each rounding of the formula may fall the other way, next to a tie
-    roundings = 2 if path.rounding == "cast_then_weight" else 1
+    roundings = 2 if rounding == "cast_then_weight" else 1
     wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > roundings * FORMULA_ULPS[cell.dtype]
     if cell.dtype != "fp32" and float((off > 0).double().mean()) > FORMULA_SHARE:
         flags = ",".join(filter(None, (flags, "unlike_declared_rounding")))
@@ -209,8 +210,7 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     """
     if archs.vendor_of(cell.arch) != "amd" or cell.arch.startswith(("gfx10", "gfx11")):
         return []
-    software = archs.arch(cell.arch).bf16_convert == "software"
-    rounding = "truncate" if software and cell.dtype == "bf16" else "round_once"
+    rounding = registry.get("aiter_fused").rounding_on(cell.arch, cell.dtype)
     base = _identity(cell, None) | {"evidence": "emulated", "source": AITER_SOURCE}
     small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
     rows = []

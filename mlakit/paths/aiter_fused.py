@@ -127,4 +127,5 @@ PATH = Path(
     launches=1,
     fused=True,
     splits_from_m=SPLITS_FROM_M,
+    truncates=True,
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import unknown
 
@@ -53,7 +54,7 @@ class Path:
     supports: Callable[[Context], str | None]
     """None if it can run in a context, else one line that says why not; pure, imports nothing"""
     rounding: str
-    """a name of ``mlakit.rounding.ROUNDINGS``"""
+    """a name of ``mlakit.rounding.ROUNDINGS``; see ``rounding_on``"""
     launches: int
     """kernel launches a call takes on a GPU; 1 is what fusing means"""
     output: str = "none"
@@ -65,6 +66,13 @@ class Path:
     """False: correctness only on a CPU (interpreter); may never enter a timing table there"""
     splits_from_m: int | None = None
     """rows from which the path launches two kernels; such rows are no fused figures"""
+    truncates: bool = False
+    """bf16 results are cut toward zero on cards without a convert of their own (gfx942, older)"""
+
+    def rounding_on(self, arch: str, dtype: str) -> str:
+        """How results are rounded on an arch: a name of ``mlakit.rounding.ROUNDINGS``."""
+        software = self.truncates and archs.arch(arch).bf16_convert == "software"
+        return "truncate" if software and dtype == "bf16" else self.rounding
 
 
 @cache

@@ -359,3 +359,16 @@ def test_both_installed(tmp_path):
     write_amd(tmp_path / "amd", "other", "q")
     found, _ = ask(tmp_path / "helper", tmp_path / "amd")
     assert found.startswith("none|0.1.15|amd-aiter 0.1.15 has no fused_qk_rmsnorm")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "rounding"),
+    [
+        ("gfx942", "bf16", "truncate"),
+        ("gfx90a", "bf16", "truncate"),
+        ("gfx950", "bf16", "round_once"),
+        ("gfx942", "fp16", "round_once"),
+    ],
+)
+def test_the_declared_rounding_follows_the_card(arch, dtype, rounding):
+    assert aiter_fused.PATH.rounding_on(arch, dtype) == rounding
