@@ -288,6 +288,42 @@ def error_histogram(
     return figure
 
 
+def growth(frame: pd.DataFrame, title: str = "Divergence of the residual by layer") -> Figure:
+    """rel_l2 against layer, a line a ``way``; dotted: the floor of reordered sums.
+
+    ``frame`` columns: way, layer, rel_l2, floor, evidence.
+    """
+    figure, axes = _new(title, "layers run", "% of the residual's size (relative L2)")
+    for i, (way, part) in enumerate(frame.groupby("way", sort=False)):
+        style = {"color": COLOURS[i % len(COLOURS)]}
+        label = f"{way} ({part['evidence'].iloc[0]})"
+        axes.plot(part["layer"], 100 * part["rel_l2"], label=label, **style)
+        axes.plot(part["layer"], 100 * part["floor"], linestyle=":", **style)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def flips(frame: pd.DataFrame, title: str = "Answers of the small model") -> Figure:
+    """Difference in accuracy with its 95 % interval, a mark a side; colour is the kind.
+
+    ``frame``: rows of ``drift.flips``. Beside each: answers lost and won.
+    """
+    figure, axes = _new(title, "% of questions, 95 % interval", "questions lost, won")
+    figure.set_size_inches(7.2, max(2.2, 0.24 * len(frame) + 1))
+    rows = frame.reset_index(drop=True)
+    for i, (kind, part) in enumerate(rows.groupby("kind", sort=False)):
+        middle, half = 100 * part["difference"], 50 * (part["high"] - part["low"])
+        style = {"color": COLOURS[i % len(COLOURS)], "capsize": 2, "fmt": "os^D"[i % 4]}
+        axes.errorbar(middle, part.index, xerr=half, label=kind, **style)
+    names = [f"{r.side}  -{r.lost} +{r.won}" for r in rows.itertuples()]
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.axvline(0, color="#777777", linewidth=1)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    return figure
+
+
 def kernel_resources(frame: pd.DataFrame, title: str = "What the compiled kernel uses") -> Figure:
     """Registers, waves and instructions, a bar an arch; evidence is ``compiled``, no speed.
 

@@ -58,7 +58,27 @@ def errors() -> pd.DataFrame:
     )
 
 
+def depth() -> pd.DataFrame:
+    layer = np.arange(1, 62)
+    ways = (("truncate", 1.7), ("cast_then_weight", 1.3))
+    parts = [
+        dict(way=w, layer=layer, rel_l2=2e-3 * f * layer**0.5, floor=1.5e-3 * layer**0.5)
+        for w, f in ways
+    ]
+    return pd.concat([pd.DataFrame(p) for p in parts]).assign(evidence="emulated")
+
+
+def flips() -> pd.DataFrame:
+    rows = [("truncate", "rounding", 31, 9), ("cpu_fused", "path", 0, 0)]
+    frame = pd.DataFrame(rows, columns=["side", "kind", "lost", "won"])
+    frame["difference"] = (frame["won"] - frame["lost"]) / 2000
+    half = 1.96 * (frame["won"] + frame["lost"]) ** 0.5 / 2000
+    return frame.assign(low=frame["difference"] - half, high=frame["difference"] + half)
+
+
 FIGURES = {
+    "growth": lambda: plots.growth(depth()),
+    "flips": lambda: plots.flips(flips()),
     "heat": lambda: plots.heat(timing()),
     "latency": lambda: plots.latency(one_width()),
     "speedup": lambda: plots.speedup(one_width()),
@@ -117,10 +137,10 @@ def test_a_missing_part_is_seen(name, tmp_path):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_axis_says_its_unit(name):
-    words = "rows elements microseconds times GB/s megabytes % ulps UTC interval".split()
+    words = "rows elements microseconds times GB/s megabytes % ulps UTC interval layers questions"
     for axes in FIGURES[name]().axes:
         for label in (axes.get_xlabel(), axes.get_ylabel()):
-            assert any(w in label for w in words), label
+            assert any(w in label for w in words.split()), label
 
 
 def test_colours_differ_without_colour_vision():
