@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mlakit.records import CONTROLS
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
@@ -79,7 +81,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
     """
     rows = _usable(frame)
     figure, axes = _new(title, "batch M (rows)", "µs per call (median, 20-80 % band)")
-    peers = rows[~rows["path_ran"].isin(["copy_limit", "launch_floor"])]
+    peers = rows[~rows["path_ran"].isin(CONTROLS)]
     styles = _styles(list(dict.fromkeys(peers["path_ran"])))
     for name, part in peers.groupby("path_ran", sort=False):
         part = part.sort_values("m")
@@ -99,7 +101,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
 def speedup(frame: pd.DataFrame, title: str = "Against the best unfused path") -> Figure:
     """ratio against m with its 95 % interval; above 1 is faster than the best unfused path."""
     rows = _usable(frame)
-    rows = rows[rows["ratio"].notna() & ~rows["path_ran"].isin(["copy_limit", "launch_floor"])]
+    rows = rows[rows["ratio"].notna() & ~rows["path_ran"].isin(CONTROLS)]
     figure, axes = _new(title, "batch M (rows)", "times as fast (paired median, 95 % interval)")
     styles = _styles(list(dict.fromkeys(rows["path_ran"])))
     for name, part in rows.groupby("path_ran", sort=False):
@@ -125,7 +127,7 @@ def speedup(frame: pd.DataFrame, title: str = "Against the best unfused path") -
 def share_of_limit(frame: pd.DataFrame, title: str = "Share of a same-traffic copy") -> Figure:
     """pct_of_limit against m: 100 % is a kernel that moves the same bytes and computes nothing."""
     rows = _usable(frame)
-    rows = rows[rows["pct_of_limit"].notna() & (rows["path_ran"] != "copy_limit")]
+    rows = rows[rows["pct_of_limit"].notna() & ~rows["path_ran"].isin(CONTROLS[:3])]
     figure, axes = _new(title, "batch M (rows)", "% of the copy's speed (median)")
     styles = _styles(list(dict.fromkeys(rows["path_ran"])))
     for name, part in rows.groupby("path_ran", sort=False):
@@ -245,7 +247,7 @@ def roofline(frame: pd.DataFrame, hbm_gbps: float | None = None, title: str = "R
     is its only roof, and the launch floor the wall to its left.
     """
     rows = _usable(frame)
-    rows = rows[rows["gbps"].notna() & (rows["path_ran"] != "launch_floor")]
+    rows = rows[rows["gbps"].notna() & ~rows["path_ran"].isin(CONTROLS[1:])]
     figure, axes = _new(title, "megabytes moved by one call", "GB/s (20-80 % band, log scale)")
     styles = _styles(list(dict.fromkeys(rows["path_ran"])))
     for name, part in rows.groupby("path_ran", sort=False):

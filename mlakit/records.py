@@ -26,8 +26,13 @@ STATUSES = (
     "oom",
     "implausible",
 )
-CONTROLS = ("copy_limit", "launch_floor")
-"""Rows with these in ``path_ran`` are controls of their cell, never peers."""
+CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain")
+"""Rows with these in ``path_ran`` are controls of their cell, never peers.
+
+``copy_limit`` is the fastest same-traffic copy of any launch. Where launches can overlap
+(programmatic dependent launch) there is also ``copy_plain``, the fastest that does not, and, beside
+a path that does, ``fused_plain``: the same path launched without.
+"""
 
 IDENTITY = (
     "schema_version run_id cell_id started_at evidence source device device_id vendor arch "

@@ -64,6 +64,10 @@ class Path:
     """the path copies its inputs first, and the copy is part of its time"""
     timed: bool = True
     """False: correctness only on a CPU (interpreter); may never enter a timing table there"""
+    knobs: Callable[[Context], dict] | None = None
+    """what a call chooses in a context, for the record; ``pdl``: launches overlap"""
+    plain_call: Callable | None = None
+    """``call`` with launches that never overlap, where ``knobs`` say that others do"""
     splits_from_m: int | None = None
     """rows from which the path launches two kernels; such rows are no fused figures"""
     truncates: bool = False

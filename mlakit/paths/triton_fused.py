@@ -7,7 +7,7 @@ Calls that are traced or want a gradient go through the operator ``mlakit::qk_rm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -233,6 +233,20 @@ def _interpret(config, m, q, q_weight, q_eps, q_out, k, k_weight, k_eps, k_out, 
     interpreter.launch(KERNEL, programs, arguments, {"q_out", "k_out"})
 
 
+def knobs(context: Context) -> dict:
+    """The config that a plain call takes in ``context``."""
+    widths = context.q_lora_rank, context.kv_lora_rank
+    return asdict(triton_config.heuristic(context.arch, context.m, *widths, context.dtype))
+
+
+def plain_call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
+    """``call`` without early launch: each launch waits until the one before has ended."""
+    arch = archs.devices()[k.get_device()].arch
+    shape = k.numel() // k.shape[-1], q.shape[-1], k.shape[-1], DTYPE_NAMES[k.dtype]
+    config = replace(triton_config.heuristic(arch, *shape), pdl=False)
+    return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
+
+
 def supports(context: Context) -> str | None:
     """None if the kernel can serve ``context``, else one line that says why not."""
     if "triton" not in context.packages:
@@ -255,4 +269,6 @@ PATH = Path(
     launches=1,
     fused=True,
     timed=False,
+    knobs=knobs,
+    plain_call=plain_call,
 )

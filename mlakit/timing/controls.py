@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from mlakit.timing import clock
-from mlakit.timing.buffers import Ring
+from mlakit.timing.buffers import Ring, slots_for
 
 try:
     import triton
@@ -21,6 +21,8 @@ except ImportError:
 
 COPY_CONFIGS = tuple((rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8))
 """(rows per program, warps) tried for the same-traffic copy; the fastest is the limit"""
+_PICK_US = 100.0
+"""what one sample of a candidate lasts"""
 
 if triton is not None:
 
@@ -138,28 +140,45 @@ def floor_call(clock_name: str, device: str) -> Callable:
     return lambda *args, out=None: one.zero_()
 
 
-def copy_calls(device: str) -> Iterator[tuple[str, Callable]]:
-    """The candidates for the same-traffic copy: (configuration, call)."""
-    yield "torch", copy_torch
+def copy_calls(device: str) -> Iterator[tuple[str, bool, Callable]]:
+    """The candidates for the same-traffic copy: (configuration, launches overlap, call)."""
+    yield "torch", False, copy_torch
     if device != "cpu" and triton is not None:
         overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
         for (rows, warps), pdl in product(COPY_CONFIGS, (False, True) if overlaps else (False,)):
             name = f"triton rows={rows} warps={warps}{' pdl' if pdl else ''}"
-            yield name, partial(copy_triton, rows=rows, warps=warps, pdl=pdl)
+            yield name, pdl, partial(copy_triton, rows=rows, warps=warps, pdl=pdl)
 
 
-def best_copy(ring: Ring, device: str, *, clock_name: str) -> tuple[str, Callable]:
-    """The fastest candidate here; by device time, except where the host is on the clock."""
-    candidates = dict(copy_calls(device))
+def best_copies(
+    ring: Ring, device: str, cache_bytes: int, *, clock_name: str
+) -> dict[str, tuple[str, Callable]]:
+    """``copy_limit``, the fastest candidate here, and ``copy_plain``, the fastest without overlap.
+
+    (configuration, call) of each; by cold device time, except where the host is on the clock. No
+    ``copy_plain`` where no launch overlaps.
+    """
+    candidates = list(copy_calls(device))
     if len(candidates) == 1:
-        return next(iter(candidates.items()))
-    if clock_name == "eager":
-        guess = partial(clock.estimate_us, ring=ring, device=device, graph=False)
-    else:
-        guess = partial(clock.estimate_us, ring=ring, device=device, graph=True)
-    times = {name: guess(call) for name, call in candidates.items()}
-    best = min(times, key=times.__getitem__)
-    return best, candidates[best]
+        return {"copy_limit": ("torch", copy_torch)}
+    slots = slots_for(ring.cell, cache_bytes)
+    on_host = clock_name == "eager"
+    first_us = clock.estimate_us(copy_triton, ring, device=device, graph=not on_host)
+    plan = clock.plan_graph(first_us, _PICK_US, slots_wanted=slots, max_nodes=100)
+
+    def median_us(call: Callable) -> float:
+        if on_host:
+            return clock.estimate_us(call, ring, device=device, graph=False)
+        lane = clock.GraphLane(call, ring, plan, cache_bytes)
+        return sorted(lane.take() for _ in range(5))[2]
+
+    timed = sorted(
+        ((median_us(call), name, pdl, call) for name, pdl, call in candidates), key=lambda t: t[0]
+    )
+    best = {"copy_limit": timed[0]}
+    if any(pdl for _, pdl, _ in candidates):
+        best["copy_plain"] = next(t for t in timed if not t[2])
+    return {control: (name, call) for control, (_, name, _, call) in best.items()}
 
 
 @cache

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,44 +17,10 @@ from mlakit.errors import MisuseError
 from mlakit.paths import registry
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult, check_row
 from mlakit.timing import buffers, check, clock, controls, guard, sampler, sensors, stats
+from mlakit.timing.entry import Entry
 
-MARGIN = {"cpu": 4.0, "gpu": 1.3}
-"""How far above the measured copy bandwidth a cold result may be before it is implausible. A GPU's
-datasheet is up to a fifth above its best copy. On a CPU outputs come from memory that was just
-freed, so they may stay cached, and a copy's writes cost a read as well: 3 times, and a margin."""
-LAUNCH_BOUND = 0.5
-"""share of a figure that its launches take at the floor's price, from which it is launch-bound"""
-FOREIGN_CORES, DRIFT = 0.25, 0.03
+FOREIGN_CORES = 0.25
 LOCK_WAIT_S = 600.0
-
-
-@dataclass
-class _Entry:
-    """One path or control of a cell on its way to a row."""
-
-    name: str
-    path: Any = None
-    """a ``registry.Path``; None for a control"""
-    call: Any = None
-    lane: Any = None
-    status: str = "ok"
-    reason: str | None = None
-    config: str | None = None
-    first_call_s: float | None = None
-    flags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def fail(self, error: Exception) -> None:
-        self.status = "oom" if _is_oom(error) else "failed"
-        text = str(error).strip().splitlines() or [""]
-        self.reason = f"{type(error).__name__}: {text[0][:200]}"
-        self.lane = None
-
-
-def _is_oom(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
 
 
 def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -> CellResult:
@@ -67,7 +33,7 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
             ``lock_wait_s``, seconds to wait for another timing run (600).
 
     Returns:
-        One row a path, then ``copy_limit`` and ``launch_floor``; a path that cannot run, runs
+        One row a path, then the controls (``records.CONTROLS``); a path that cannot run, runs
         wrong or out of memory is a row that says so. Raw samples by path.
 
     Raises:
@@ -81,7 +47,7 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
     _check_place(cell, device)
     wait_s = run.pop("lock_wait_s", LOCK_WAIT_S)
     identity = _identity(cell, device, run)
-    entries = [_Entry(name) for name in cell.paths]
+    entries = [Entry(name) for name in cell.paths]
     # Without gradients from the first call on: switching later would make compiled paths recompile.
     with guard.device_lock(device, wait_s=wait_s), torch.no_grad():
         return _Measurement(cell, device, identity, entries).result()
@@ -128,7 +94,7 @@ def _identity(cell: Cell, device: str, run: dict) -> dict:
 class _Measurement:
     """The steps of one cell in order; each leaves what the next needs on ``self``."""
 
-    def __init__(self, cell: Cell, device: str, identity: dict, entries: list[_Entry]) -> None:
+    def __init__(self, cell: Cell, device: str, identity: dict, entries: list[Entry]) -> None:
         self.cell, self.device, self.identity = cell, device, identity
         self.entries = entries
         self.cache = identity["cache_bytes"]
@@ -155,8 +121,16 @@ class _Measurement:
         rows = [check_row(row) for row in self._rows()]
         return CellResult(rows, {k: v for k, v in self.sampled.samples_us.items() if v})
 
-    def _ready(self) -> list[_Entry]:
+    def _ready(self) -> list[Entry]:
         return [e for e in self.entries if e.status == "ok"]
+
+    def _attempt(self, step: Callable, *args) -> None:
+        """``step(entry, *args)`` for every entry still alive; one that raises fails alone."""
+        for entry in self._ready():
+            try:
+                step(entry, *args)
+            except Exception as error:
+                entry.fail(error)
 
     def _admit(self) -> None:
         """Refuse what cannot run here or is not for timing, and what memory does not hold."""
@@ -174,6 +148,10 @@ class _Measurement:
                 entry.reason = f"two kernels from M = {path.splits_from_m} (library threshold)"
             if path.copies:
                 entry.notes.append("copies its inputs first; the copy is timed")
+            if reason is None and path.knobs:
+                knobs = path.knobs(context)
+                entry.overlaps = bool(knobs.get("pdl"))
+                entry.config = json.dumps(knobs)
         need, free = self._memory()
         for entry in self._ready():
             if need > free:
@@ -186,7 +164,7 @@ class _Measurement:
         # Fresh outputs, float32 copies of unfused paths, and the check's float64 rows.
         need = self._slot_count() * one + 8 * one
         if self.device == "cpu":
-            return need, _free_host_bytes()
+            return need, sensors.free_host_bytes()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return need, torch.cuda.mem_get_info(self.device)[0] + kept
 
@@ -201,41 +179,35 @@ class _Measurement:
 
     def _prepare(self, ring: buffers.Ring) -> None:
         """First calls (build and compile), each timed by itself; then the lanes, the controls."""
-        slot = ring.slots[0]
-        for entry in self._ready():
-            try:
-                start = time.perf_counter()
-                entry.call(*slot.args)
-                if self.device != "cpu":
-                    torch.cuda.synchronize()
-                entry.first_call_s = time.perf_counter() - start
-            except Exception as error:
-                entry.fail(error)
+        self._attempt(self._first_call, ring.slots[0])
         if not self._ready():
             return
         try:
             self.copy_gbps = controls.device_copy_gbps(self.device, self.cache)
+            copies = controls.best_copies(ring, self.device, self.cache, clock_name=self.cell.clock)
         except RuntimeError as error:
             for entry in self._ready():
                 entry.fail(error)
             return
+        plain = [e for e in self._ready() if e.overlaps]
+        floor = controls.floor_call(self.cell.clock, self.device)
         self.entries += [
-            _Entry("copy_limit"),
-            _Entry("launch_floor", call=controls.floor_call(self.cell.clock, self.device)),
+            *(Entry(name, call=call, config=config) for name, (config, call) in copies.items()),
+            Entry("launch_floor", call=floor),
+            *(Entry("fused_plain", call=e.path.plain_call) for e in plain[:1]),
         ]
-        for entry in self._ready():
-            try:
-                self._make_lane(entry, ring)
-            except Exception as error:
-                entry.fail(error)
+        self._attempt(self._make_lane, ring)
 
-    def _make_lane(self, entry: _Entry, ring: buffers.Ring) -> None:
-        if entry.name == "copy_limit":
-            entry.config, entry.call = controls.best_copy(
-                ring, self.device, clock_name=self.cell.clock
-            )
-            if self.cell.quant != "none":
-                entry.notes.append("copies q unquantised: more bytes than a quantising path")
+    def _first_call(self, entry: Entry, slot: buffers.Slot) -> None:
+        start = time.perf_counter()
+        entry.call(*slot.args)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        entry.first_call_s = time.perf_counter() - start
+
+    def _make_lane(self, entry: Entry, ring: buffers.Ring) -> None:
+        if entry.name.startswith("copy") and self.cell.quant != "none":
+            entry.notes.append("copies q unquantised: more bytes than a quantising path")
         entry.lane = clock.make_lane(
             self.cell.clock,
             entry.call,
@@ -279,28 +251,25 @@ class _Measurement:
 
     def _verify(self, ring: buffers.Ring) -> None:
         """Fresh inputs into the timed buffers, then every timed function once more."""
-        if not any(e.path for e in self._ready()):
-            return
-        ring.fill(self.cell.seed + 1)
-        for entry in [e for e in self._ready() if e.path]:
-            try:
-                why = check.wrong_output(entry.lane, entry.path, ring)
-            except Exception as error:
-                entry.fail(error)
-                continue
-            if why:
-                entry.status, entry.reason = "wrong", why
+        if any(e.path for e in self._ready()):
+            ring.fill(self.cell.seed + 1)
+            self._attempt(self._check, ring)
+
+    def _check(self, entry: Entry, ring: buffers.Ring) -> None:
+        why = check.wrong_output(entry.lane, entry.path, ring) if entry.path else None
+        if why:
+            entry.status, entry.reason = "wrong", why
 
     def _rows(self) -> list[dict]:
         self._flag()
         floor_us = self._p50("launch_floor")
-        copy_us = self._p50("copy_limit")
+        limits_us = self._p50("copy_plain") or self._p50("copy_limit"), self._p50("copy_limit")
         rows = []
         for entry in self.entries:
             row = {
                 **self.identity,
                 "path_requested": entry.name,
-                "path_ran": self._ran(entry),
+                "path_ran": entry.ran,
                 "reason": entry.reason,
                 "config": entry.config,
                 "status": entry.status,
@@ -309,27 +278,18 @@ class _Measurement:
                 **self.conditions,
             }
             if entry.status in ("ok", "implausible"):
-                row |= self._figures(entry, copy_us)
+                row |= self._figures(entry, limits_us[entry.overlaps])
             row["flags"] = ",".join(sorted(set(entry.flags)))
             row["note"] = "; ".join([*entry.notes, f"torch threads {torch.get_num_threads()}"])
             rows.append(row)
         return rows
-
-    def _ran(self, entry: _Entry) -> str | None:
-        """What ran; a split or fallen-back call is no run of the path it was asked of."""
-        if entry.status in ("skipped", "failed", "oom"):
-            return None
-        for flag in ("split", "fell-back"):
-            if flag in entry.flags:
-                return f"{entry.name} ({flag})"
-        return entry.name
 
     def _p50(self, name: str) -> float | None:
         samples = self.sampled.samples_us.get(name)
         alive = name not in self.sampled.errors
         return float(np.median(samples)) if samples and alive else None
 
-    def _bytes(self, entry: _Entry) -> int:
+    def _bytes(self, entry: Entry) -> int:
         if entry.name == "launch_floor":
             return 0
         q_bytes = None
@@ -338,48 +298,18 @@ class _Measurement:
         return buffers.bytes_moved(self.cell, q_bytes)
 
     def _flag(self) -> None:
-        """What makes a figure suspect, impossible, or no figure of its path."""
         floor_us = self._p50("launch_floor") or 0.0
         for entry in self._ready():
             samples = np.array(self.sampled.samples_us.get(entry.name, ()))
             if not len(samples):
                 continue
-            if abs(stats.drift(samples)) > DRIFT:
-                entry.flags.append("drift")
-            if stats.is_bimodal(samples):
-                entry.flags.append("bimodal")
             if self.sampled.recompiles.get(entry.name):
                 entry.flags.append("recompile")
-            p50 = float(np.median(samples))
-            if p50 <= 0:
-                entry.status, entry.reason = "implausible", "not positive"
-            if entry.path is None:
-                continue
-            if floor_us * entry.path.launches >= LAUNCH_BOUND * p50 and self.device != "cpu":
-                entry.flags.append("launch-bound")
-            if p50 < floor_us:
-                entry.flags.append("below-floor")
-            kernels = getattr(entry.lane, "kernels", ())
-            if kernels:
-                entry.notes.append(f"kernels: {' + '.join(k[:60] for k in kernels[:6])}")
-                if entry.path.fused and len(kernels) > entry.path.launches:
-                    entry.flags.append("fell-back")
-            self._flag_bandwidth(entry, p50)
+            entry.flag(samples, floor_us, on_gpu=self.device != "cpu")
+            if entry.path and self.copy_gbps:
+                entry.flag_bandwidth(self._bytes(entry), samples, self.copy_gbps, self.cell)
 
-    def _flag_bandwidth(self, entry: _Entry, p50_us: float) -> None:
-        if p50_us <= 0 or not self.copy_gbps:
-            return
-        gbps = self._bytes(entry) / p50_us / 1e3
-        margin = MARGIN["cpu" if self.device == "cpu" else "gpu"]
-        if self.cell.cache == "cold" and gbps > margin * self.copy_gbps:
-            entry.status = "implausible"
-            entry.reason = (
-                f"{gbps:.0f} GB/s, over {margin} times the copy's {self.copy_gbps:.0f} GB/s"
-            )
-        elif gbps > self.copy_gbps:
-            entry.flags.append("cache-hot")
-
-    def _baseline(self, entry: _Entry) -> str | None:
+    def _baseline(self, entry: Entry) -> str | None:
         """The fastest unfused path that delivers the same, of those with a sound figure."""
         if entry.path is None:
             return None
@@ -393,7 +323,8 @@ class _Measurement:
         ]
         return self.sampled.fastest(sound)
 
-    def _figures(self, entry: _Entry, copy_us: float | None) -> dict:
+    def _figures(self, entry: Entry, copy_us: float | None) -> dict:
+        """``copy_us``: of the copy that is launched as the entry is, early or not."""
         samples = np.array(self.sampled.samples_us[entry.name])
         row: dict[str, Any] = {"n": len(samples), **stats.summary(samples)}
         base = self._baseline(entry)
@@ -420,14 +351,3 @@ def _without_out(call: Callable) -> Callable:
         return call(*args)
 
     return fresh
-
-
-def _free_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 1 << 62

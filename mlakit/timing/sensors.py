@@ -23,6 +23,16 @@ def cpuinfo() -> list[tuple[str, str]]:
     return [(k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in lines)]
 
 
+def free_host_bytes() -> int:
+    """Memory that the kernel says is available; as good as endless where it says nothing."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    found = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+    return found[0] if found else 1 << 62
+
+
 @cache
 def _nvml() -> ctypes.CDLL | None:
     """NVIDIA's management library, which comes with the driver; None where there is none."""
