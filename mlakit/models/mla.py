@@ -2,8 +2,9 @@
 
 One layer is qkv_a, split, the norm step through any path, q_b, the absorbed product with w_kc, and
 RoPE; then latent attention and the way back to the residual. Weights are BF16 (or any float), FP8
-with a scale a 128 x 128 block, or MXFP4, and the quantised step feeds the quantised product. The
-quantised products compute what the hardware's would, with float32 sums: references, never timed.
+with a scale a 128 x 128 block, or MXFP4, and the quantised step feeds the quantised product. FP8 on
+an NVIDIA card of sm_90 is torch's own block-scaled product; elsewhere quantised products compute
+what the hardware's would, with float32 sums: references, never timed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import torch
 
 from mlakit.errors import MisuseError, unknown
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths.quantised import QuantisedQ, dequantise
+from mlakit.paths import triton_quant
+from mlakit.paths.quantised import Options, QuantisedQ, dequantise, empty
 from mlakit.shapes import Widths, models
 
 WEIGHT_FORMATS = ("float", "fp8_block128", "mxfp4")
+QUANTS = {"fp8_block128": "fp8_group128", "mxfp4": "mxfp4"}
+"""the step's quant whose q a weight's format reads"""
 BLOCK = 128
 """rows and columns of weight that share a scale (DeepSeek-V3's ``weight_block_size``)"""
 ROPE_THETA = 10000.0
@@ -151,6 +155,12 @@ def dense(weight: Matrix) -> torch.Tensor:
     return weight
 
 
+def quantise_layer(layer: Layer, to: str) -> Layer:
+    """A layer whose three large projections are in a format of ``WEIGHT_FORMATS``."""
+    large = {name: quantise_weight(getattr(layer, name), to) for name in ("qkv_a", "q_b", "o")}
+    return replace(layer, **large)
+
+
 def product(x: torch.Tensor | QuantisedQ, weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
     """``x @ weight.T`` in ``dtype``: (M, K) by (N, K) to (M, N).
 
@@ -165,17 +175,50 @@ def product(x: torch.Tensor | QuantisedQ, weight: Matrix, dtype: torch.dtype) ->
             raise MisuseError("a quantised q before a float weight: quantise q_b too")
         return torch.nn.functional.linear(x, weight)
     packed = isinstance(weight, Mxfp4)
-    if not isinstance(x, QuantisedQ):
-        rows = x.reshape(-1, x.shape[-1]).float()
-        if packed:
-            x = QuantisedQ(*mxfp4.quantise(rows))
-        else:
-            encoding = next(e for e in fp8.ENCODINGS.values() if e.dtype is weight.values.dtype)
-            x = QuantisedQ(*fp8.quantise(rows, encoding))
+    x = quantised_for(x, weight)
     if (x.values.dtype is torch.uint8) != packed:
         raise MisuseError("q and q_b are quantised differently: give both FP8, or both MXFP4")
+    if runs_block_scaled(weight):
+        return _block_scaled(x, weight, dtype)
     left = dequantise("mxfp4" if packed else "fp8_group128", x)
     return (left @ dense(weight).t()).to(dtype)
+
+
+def quantised_for(x: torch.Tensor | QuantisedQ, weight: Matrix) -> torch.Tensor | QuantisedQ:
+    """``x`` as ``product`` reads it beside ``weight``; what is quantised already stays as it is."""
+    if isinstance(weight, torch.Tensor) or isinstance(x, QuantisedQ):
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    if runs_block_scaled(weight):
+        out = empty("fp8_group128", rows, BLOCK_SCALED)
+        return triton_quant.quantise("fp8_group128", rows, out, BLOCK_SCALED)
+    if isinstance(weight, Mxfp4):
+        return QuantisedQ(*mxfp4.quantise(rows.float()))
+    encoding = next(e for e in fp8.ENCODINGS.values() if e.dtype is weight.values.dtype)
+    return QuantisedQ(*fp8.quantise(rows.float(), encoding))
+
+
+BLOCK_SCALED = Options("fp8_ocp", "strided")
+"""how torch's block-scaled product wants its activations: OCP, scales column by column"""
+
+
+def runs_block_scaled(weight: Matrix) -> bool:
+    """Whether ``product`` with ``weight`` is torch's own FP8 one, which it has for sm_90 alone."""
+    if not isinstance(weight, Fp8Block) or not weight.values.is_cuda or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(weight.values.device) == (9, 0)
+
+
+def _block_scaled(x: QuantisedQ, weight: Fp8Block, dtype: torch.dtype) -> torch.Tensor:
+    m, coded = x.values.shape[0], x.values.dtype
+    values, columns = x.values, x.scale.t().contiguous()
+    if m % 4:
+        # cuBLAS wants rows by 4: missing ones are added here and cut off again.
+        pad, more = torch.nn.functional.pad, -m % 4
+        values = pad(values.view(torch.uint8), (0, 0, 0, more)).view(coded)
+        columns = pad(columns, (0, more))
+    scales = {"scale_a": columns.t(), "scale_b": weight.scale.t()}
+    return torch._scaled_mm(values, weight.values.t(), **scales, out_dtype=dtype)[:m]
 
 
 def batched_a8w8(

@@ -7,39 +7,40 @@ attention stack's, and the step's share of a whole model's token is smaller than
 
     python -m mlakit.models.stack --layers 61 --batches 1,8,64,256 --out stack.json
 
-needs torch, triton and numpy only.
+needs torch, triton and numpy only. With ``--weights fp8_block128`` the three large projections are
+FP8, and a step that delivers q quantised feeds its product without another launch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import rms_norm
 
-from mlakit import rounding
-from mlakit.dispatch.probe import context_for
 from mlakit.errors import MisuseError
 from mlakit.models import mla
+from mlakit.models.lanes import (
+    BASE,
+    COPIES,
+    DELETED,
+    LANES,
+    MICRO,
+    PREDICTOR,
+    StepLane,
+    microbenchmarks,
+    refusal,
+    step_of,
+)
 from mlakit.paths import registry
-from mlakit.records import Cell
-from mlakit.timing import clock, guard, sampler, stats
-from mlakit.timing.buffers import Slot
+from mlakit.timing import guard, sampler, stats
 
-DELETED = "no_step"
-TWICE = "twice:"
-_PATHS = "torch_native torch_rms_norm torch_rms_norm_copied dual_stream inductor triton_fused"
-LANES = [*_PATHS.split(), DELETED, *(TWICE + name for name in _PATHS.split())]
-"""``no_step`` passes q and k on as they are; ``twice:`` runs a path, then runs it again."""
-BASE = "torch_rms_norm"
 ROOM = 64
 """cache rows behind the context; decoding wraps round there, so memory and traffic stay constant"""
 
@@ -56,18 +57,29 @@ class Stack:
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        weights: str = "float",
         seed: int = 0,
     ) -> None:
         """Draw the weights and prefill the caches with ``context`` tokens.
 
+        ``weights`` is of ``mla.WEIGHT_FORMATS``. On a CPU quantised products are references.
+
         Raises:
-            MisuseError: weights and caches do not fit in the device's free memory.
+            MisuseError: weights and caches do not fit in the device's free memory, or its products
+                with such weights would be references, whose time says nothing.
         """
         self.dims, self.context, self.dtype, self.device = dims, context, dtype, device
+        self.weights = weights
         self.capacity = context + ROOM
         _check_memory(dims, layers, batch, self.capacity, device, dtype)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.layers = [mla.random_layer(dims, self.generator, dtype) for _ in range(layers)]
+        self.layers = [
+            mla.quantise_layer(mla.random_layer(dims, self.generator, dtype), weights)
+            for _ in range(layers)
+        ]
+        referred = weights != "float" and not mla.runs_block_scaled(self.layers[0].q_b)
+        if referred and device != "cpu":
+            raise MisuseError(f"torch has no {weights} product on {device}: use --device cpu")
         shape = (batch, self.capacity, dims.kv_lora_rank + dims.rope)
         self.caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.position = torch.full((1,), context, dtype=torch.int64, device=device)
@@ -136,76 +148,12 @@ def _check_memory(dims, layers, batch, capacity, device, dtype) -> None:
         )
 
 
-def step_of(lane: str) -> Callable:
-    """The step that a lane name stands for: a path, ``no_step``, or ``twice:`` and a path."""
-    if lane == DELETED:
-        return _deleted
-    call = registry.get(lane.removeprefix(TWICE)).call
-    return partial(_twice, call) if lane.startswith(TWICE) else call
-
-
-def _deleted(q, q_weight, q_eps, k, k_weight, k_eps):
-    return q, k
-
-
-def _twice(call, *args):
-    call(*args)
-    return call(*args)
-
-
-class StepLane:
-    """One decode step a sample: a graph's replay on a GPU, wall time on a CPU."""
-
-    def __init__(self, stack: Stack, hidden: torch.Tensor, step: Callable) -> None:
-        self.on_gpu = hidden.is_cuda
-        self.run = partial(stack.decode, hidden, step)
-        self.run()
-        if self.on_gpu:
-            self.graph, _ = clock.capture(lambda out: self.run(), [Slot(0, (), None)])
-            self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def take(self) -> float:
-        """Microseconds a step. On a GPU an untimed replay first hides the launch of the timed."""
-        if not self.on_gpu:
-            start = time.perf_counter_ns()
-            self.run()
-            return (time.perf_counter_ns() - start) / 1e3
-        self.graph.replay()
-        self.start.record()
-        self.graph.replay()
-        self.end.record()
-        self.end.synchronize()
-        return self.start.elapsed_time(self.end) * 1e3
-
-
-def refusal(stack: Stack, hidden: torch.Tensor, lane: str, arch: str) -> str | None:
-    """Why a lane cannot be timed here: its path's own reason, or a wrong answer in layer 0."""
-    if lane == DELETED:
-        return None
-    path = registry.get(lane.removeprefix(TWICE))
-    context = context_for(_cell(stack, len(hidden), arch, (path.name,)), stack.device)
-    why = path.supports(context)
-    if why or (arch == "cpu" and not path.timed):
-        return why or "on a CPU it is the interpreter: correctness only"
-    d, layer = stack.dims, stack.layers[0]
-    x = rms_norm(hidden, (d.hidden_size,), layer.input_norm, d.eps)
-    qkv = mla.product(x, layer.qkv_a, x.dtype)
-    q, k, _ = qkv.split([d.q_lora_rank, d.kv_lora_rank, d.rope], -1)
-    args = (q, layer.q_norm, d.eps, k, layer.k_norm, d.eps)
-    for got, given in zip(path.call(*args), (args[:3], args[3:]), strict=True):
-        want = rounding.oracle(*given)
-        # One ulp of bf16 on either side of the rounding.
-        if not torch.allclose(got.double(), want, rtol=2**-7, atol=1e-6):
-            return "wrong: it does not agree with float64 in layer 0"
-    return None
-
-
 def measure(
     stack: Stack,
     batches: Sequence[int],
     lanes: Sequence[str] = tuple(LANES),
     *,
-    rounds: int = 40,
+    rounds: int = 42,
     budget_s: float = 30.0,
     seed: int = 0,
     micro: bool = True,
@@ -220,12 +168,12 @@ def measure(
         rounds: samples of each lane, unless the budget ends first (3 at least).
         budget_s: seconds of sampling a batch.
         seed: of the order inside rounds.
-        micro: also time the step alone (``timing.measure``), from which the gain is predicted.
+        micro: also time the step by itself and between its two products (``MICRO``).
         after: called with the result so far after each batch, to save it.
 
     Returns:
         A plain dict for JSON: what was run where, ``samples_us[batch][lane]``, ``refused[batch]``,
-        ``micro_us[batch][cache][path]`` (medians, us). ``summarise`` makes rows of it.
+        ``micro_us[batch][kind][lane]`` (medians, us). ``summarise`` makes rows of it.
     """
     device = stack.device
     about = guard.environment(device)
@@ -235,6 +183,7 @@ def measure(
         "started_at": datetime.now(UTC).isoformat("T", "seconds"),
         **about, "clock": "graph" if device != "cpu" else "cpu", "layers": len(stack.layers),
         "dims": asdict(stack.dims), "context": stack.context, "dtype": str(stack.dtype),
+        "weights": stack.weights, "copies": COPIES if device != "cpu" else 1,
         "samples_us": {}, "refused": {}, "micro_us": {},
     }  # fmt: skip
     with guard.device_lock(device, wait_s=600.0), torch.no_grad():
@@ -252,79 +201,61 @@ def measure(
             if device != "cpu":
                 torch.cuda.empty_cache()
             if micro:
-                paths = tuple(n for n in lanes if n in registry.names() and not why[n])
-                result["micro_us"][key] = _micro(stack, batch, paths, arch)
+                alive = [n for n in lanes if not why[n]]
+                result["micro_us"][key] = microbenchmarks(stack, hidden, alive)
             after(result)
     return result
-
-
-def _cell(stack: Stack, batch: int, arch: str, paths: tuple[str, ...], cache: str = "hot") -> Cell:
-    d = stack.dims
-    return Cell(
-        arch, batch, d.q_lora_rank, d.kv_lora_rank, paths, d.rope, eps=d.eps, cache=cache,
-        clock="cpu" if stack.device == "cpu" else "graph",
-        budget_s=0.4 if stack.device == "cpu" else 1.5,
-        dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stack.dtype, "fp32"),
-    )  # fmt: skip
-
-
-def _micro(stack: Stack, batch: int, paths: tuple[str, ...], arch: str) -> dict:
-    from mlakit.timing.measure import measure_cell
-
-    found = {}
-    for cache in ("hot", "cold"):
-        rows = measure_cell(_cell(stack, batch, arch, paths, cache), device=stack.device).rows
-        found[cache] = {r["path_requested"]: r["p50_us"] for r in rows if r["p50_us"]}
-    return found
 
 
 def summarise(result: dict, base: str = BASE) -> list[dict]:
     """One row a batch and lane of what ``measure`` returned (or a file of it); us and tokens/s.
 
     ``cost_us`` is what the lane's step adds to a layer, over ``no_step``; ``gain`` is base's step
-    time over the lane's, paired by round. ``saved_us`` is a layer's saving against base in the
-    stack; ``saved_micro_us`` and ``gain_predicted`` are the same from the step alone with a hot
-    cache, ``saved_cold_us`` with a cold one. The stack is neither: rows were just written, norm
-    weights were last read a whole step ago. Running the path once more right away, ``again_us``
-    a layer, takes that difference out, and ``saved_again_us`` is the saving then. Each ``_lo``
-    and ``_hi`` is a 95 % bootstrap interval.
+    time over the lane's, paired by round; ``saved_us`` a layer's saving against base in the stack.
+    ``given_us``, ``hot_us``, ``cold_us`` and ``between_us`` are the step's times by ``MICRO``, and
+    ``saved_given_us`` ... the savings that each predicts; ``gain_predicted`` is made of
+    ``PREDICTOR``'s. Each ``_lo`` and ``_hi`` is an interval: of the captures on a GPU (``COPIES``),
+    a 95 % bootstrap of the rounds on a CPU.
     """
-    rows, layers = [], result["layers"]
+    rows, layers, copies = [], result["layers"], result.get("copies", 1)
     for key, samples in result["samples_us"].items():
         taken = {lane: np.asarray(v) for lane, v in samples.items()}
-        hot, cold = (result["micro_us"].get(key, {}).get(c, {}) for c in ("hot", "cold"))
+        micro = result["micro_us"].get(key, {})
         base_us = float(np.median(taken[base])) if base in taken else 0.0
         for lane, us in taken.items():
-            time_us = stats.median_interval(us)
+            time_us = _interval(us, copies)
             row = {
                 "batch": int(key), "lane": lane, "n": len(us), "step_us": time_us.value,
                 "step_lo": time_us.lo, "step_hi": time_us.hi,
                 "tokens_per_s": int(key) * 1e6 / time_us.value,
                 "tokens_lo": int(key) * 1e6 / time_us.hi, "tokens_hi": int(key) * 1e6 / time_us.lo,
             }  # fmt: skip
-            pairs = {"cost": (us, taken.get(DELETED)), "saved": (taken.get(base), us)}
-            pairs["again"] = (taken.get(TWICE + lane), us)
-            for name, (more, less) in pairs.items():
-                if more is not None and less is not None and more is not less:
-                    n = min(len(more), len(less))
-                    _put(row, f"{name}_us", stats.median_interval((more[:n] - less[:n]) / layers))
+            for name, more, less in (("cost", lane, DELETED), ("saved", base, lane)):
+                if more != less and more in taken and less in taken:
+                    n = min(len(taken[more]), len(taken[less]))
+                    apart = (taken[more][:n] - taken[less][:n]) / layers
+                    _put(row, f"{name}_us", _interval(apart, copies))
             if base in taken:
                 n = min(len(us), len(taken[base]))
-                _put(row, "gain", stats.paired_ratio(taken[base][:n], us[:n]))
-            names = (TWICE + base, base, TWICE + lane, lane)
-            if lane != base and all(n in taken for n in names):
-                four = [taken[name] for name in names]
-                n = min(len(v) for v in four)
-                more = (four[0][:n] - four[1][:n]) - (four[2][:n] - four[3][:n])
-                _put(row, "saved_again_us", stats.median_interval(more / layers))
-            if lane in hot and base in hot:
-                row["alone_us"] = hot[lane]
-                row["saved_micro_us"] = hot[base] - hot[lane]
-                row["gain_predicted"] = base_us / (base_us - layers * row["saved_micro_us"])
-            if lane in cold and base in cold:
-                row["saved_cold_us"] = cold[base] - cold[lane]
+                _put(row, "gain", _interval(taken[base][:n] / us[:n], copies))
+            for kind, times in micro.items():
+                if lane in times:
+                    row[f"{kind}_us"] = times[lane] - times.get(DELETED, 0.0)
+                if lane in times and base in times:
+                    row[f"saved_{kind}_us"] = times[base] - times[lane]
+            if f"saved_{PREDICTOR}_us" in row:
+                left = base_us - layers * row[f"saved_{PREDICTOR}_us"]
+                row["gain_predicted"] = base_us / left
             rows.append(row)
     return rows
+
+
+def _interval(values: np.ndarray, copies: int) -> stats.Interval:
+    """Of samples that ``copies`` captures took in turn."""
+    if copies == 1:
+        return stats.median_interval(values)
+    each = [float(np.median(values[i::copies])) for i in range(min(copies, len(values)))]
+    return stats.Interval(float(np.median(each)), min(each), max(each))
 
 
 def _put(row: dict, name: str, interval: stats.Interval) -> None:
@@ -344,8 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--lanes", default=",".join(LANES))
+    parser.add_argument("--weights", default="float", choices=mla.WEIGHT_FORMATS)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=42)
     parser.add_argument("--budget-s", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -354,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = [int(b) for b in given.batches.split(",")]
     stack = Stack(
         mla.Dims.of(given.model), given.layers, max(batches), given.context,
-        device=given.device, seed=given.seed,
+        device=given.device, weights=given.weights, seed=given.seed,
     )  # fmt: skip
 
     def save(result: dict) -> None:
@@ -365,8 +297,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack, batches, given.lanes.split(","), rounds=given.rounds, budget_s=given.budget_s,
         seed=given.seed, after=save,
     )  # fmt: skip
-    shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi gain_predicted cost_us again_us"
-    shown += " alone_us saved_us saved_micro_us saved_cold_us saved_again_us"
+    shown = "batch lane n step_us tokens_per_s gain gain_lo gain_hi gain_predicted cost_us saved_us"
+    shown += " saved_us_lo saved_us_hi " + " ".join(f"saved_{kind}_us" for kind in MICRO)
     print(shown.replace(" ", "\t"))
     for row in summarise(result):
         values = (row.get(c) for c in shown.split())

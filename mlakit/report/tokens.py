@@ -22,17 +22,17 @@ CLOSE = 0.2
 COLUMNS = (
     "batch lane n step_us tokens_per_s tokens_lo tokens_hi gain gain_lo gain_hi gain_predicted"
 ).split()
-COST_COLUMNS = (
-    "batch lane cost_us cost_us_lo cost_us_hi again_us alone_us saved_us saved_us_lo saved_us_hi "
-    "saved_micro_us saved_cold_us saved_again_us off off_again"
-).split()
+COST_COLUMNS = ["batch", "lane", "cost_us", "cost_us_lo", "cost_us_hi"]
+COST_COLUMNS += [f"{kind}_us" for kind in stack.MICRO]
+SAVED_COLUMNS = ["batch", "lane", "saved_us", "saved_us_lo", "saved_us_hi"]
+SAVED_COLUMNS += [f"{what}_{kind}" for kind in stack.MICRO for what in ("saved", "off")]
 
 
 def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
     """A stack's measurement: taken here and small on a CPU, the latest recorded one elsewhere."""
     if arch == "cpu":
         made = stack.small(batch=max(batches), seed=seed)
-        lanes = [*CPU_PATHS, stack.DELETED, *(stack.TWICE + name for name in CPU_PATHS)]
+        lanes = [*CPU_PATHS, stack.DELETED]
         return stack.measure(made, batches, lanes, rounds=60, budget_s=3.0, seed=seed)
     return next(iter(recorded(arch)), None)
 
@@ -50,19 +50,20 @@ def recorded_anywhere() -> list[dict]:
 
 
 def frame(result: dict | None) -> pd.DataFrame:
-    """``stack.summarise`` as a frame, with ``evidence`` and ``off``.
+    """``stack.summarise`` as a frame, with ``evidence`` and, for each microbenchmark, ``off``.
 
-    ``off`` is the predicted saving over the measured one, less 1, where the measured one's interval
-    tells it from none; ``off_again`` the same over the saving of a second run right after.
+    ``off_hot`` is the saving that ``hot`` predicts over the measured one, less 1, where the
+    measured one's interval tells it from none; and so for each of ``stack.MICRO``.
     """
-    again = ["saved_again_us_lo", "saved_again_us_hi"]
-    columns = list(dict.fromkeys([*COLUMNS, *COST_COLUMNS, *again, "evidence"]))
+    columns = list(dict.fromkeys([*COLUMNS, *COST_COLUMNS, *SAVED_COLUMNS]))
     if result is None:
-        return pd.DataFrame(columns=columns)
-    rows = pd.DataFrame(stack.summarise(result)).reindex(columns=columns[:-1])
-    for name, kind in (("off", "saved_us"), ("off_again", "saved_again_us")):
-        known = (rows[f"{kind}_lo"] > 0) | (rows[f"{kind}_hi"] < 0)
-        rows[name] = (rows["saved_micro_us"] / rows[kind] - 1).where(known)
+        return pd.DataFrame(columns=[*columns, "evidence"])
+    rows = pd.DataFrame(stack.summarise(result))
+    rows = rows.rename(columns={f"saved_{kind}_us": f"saved_{kind}" for kind in stack.MICRO})
+    rows = rows.reindex(columns=columns)
+    known = (rows["saved_us_lo"] > 0) | (rows["saved_us_hi"] < 0)
+    for kind in stack.MICRO:
+        rows[f"off_{kind}"] = (rows[f"saved_{kind}"] / rows["saved_us"] - 1).where(known)
     return rows.assign(evidence=result["evidence"])
 
 
@@ -71,7 +72,7 @@ def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
     if result is None or rows.empty:
         return [f"No token rate is stated for {arch}: no decode stack was measured there."]
     where = f"{result['evidence']} on {result['device']}, {result['layers']} attention layers"
-    paths = rows[~rows["lane"].str.contains(f"{stack.DELETED}|{stack.TWICE}")]
+    paths = rows[rows["lane"] != stack.DELETED]
     sentences = []
     for batch, part in paths.groupby("batch"):
         best = part.loc[part["step_us"].idxmin()]
@@ -85,20 +86,13 @@ def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
             share = best["cost_us"] * result["layers"] / best["step_us"]
             text += f"; the step is {share:.1%} of it"
         sentences.append(text + ".")
-    judged = paths[paths["off"].notna() & (paths["lane"] != stack.BASE)]
-    if len(judged):
-        near = int((judged["off"].abs() <= CLOSE).sum())
-        sentences.append(
-            f"The microbenchmark (hot cache) predicted {near} of {len(judged)} savings within "
-            f"{CLOSE:.0%}; the table says how far off the others are."
-        )
-    again = paths[paths["off_again"].notna()]
-    if len(again):
-        near = int((again["off_again"].abs() <= CLOSE).sum())
-        sentences.append(
-            f"Of savings of a second run right after the first, when weights are in the cache as "
-            f"they are in the microbenchmark, it predicted {near} of {len(again)}."
-        )
+    for kind, what in stack.MICRO.items():
+        judged = paths.loc[paths["lane"] != stack.BASE, f"off_{kind}"].dropna()
+        if len(judged):
+            near = int((judged.abs() <= CLOSE).sum())
+            sentences.append(
+                f"Timed {what}: {near} of {len(judged)} savings predicted within {CLOSE:.0%}."
+            )
     return sentences
 
 
@@ -111,7 +105,7 @@ def story(rows: pd.DataFrame, arch: str) -> list[str]:
         f"The judge: {evals.significance(before.value, after.value).text}.",
     ]
     ones = rows[(rows["batch"] == 1) & rows["saved_us"].notna()]
-    ones = ones[~ones["lane"].str.contains(f"{stack.DELETED}|{stack.TWICE}")]
+    ones = ones[ones["lane"] != stack.DELETED]
     for r in ones.itertuples():
         sentences.append(
             f"{r.lane} against {stack.BASE} at batch 1 on {arch} ({r.evidence}): "

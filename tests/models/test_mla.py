@@ -10,7 +10,7 @@ from mlakit.errors import MisuseError
 from mlakit.formats import fp8
 from mlakit.models import mla
 from mlakit.paths import registry
-from mlakit.paths.quantised import eager
+from mlakit.paths.quantised import QuantisedQ, dequantise, eager
 
 DIMS = mla.Dims(hidden_size=96, heads=3, q_lora_rank=128, kv_lora_rank=64, nope=32, rope=16, v=24)
 
@@ -124,6 +124,61 @@ def test_a_quantised_q_before_the_wrong_weight_is_refused():
         mla.product(q, weights.q_b, torch.bfloat16)
     with pytest.raises(MisuseError, match="quantised differently"):
         mla.product(q, mla.quantise_weight(weights.q_b, "mxfp4"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("to", ["fp8_block128", "mxfp4"])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_quantised_products_are_float64s_of_the_values_they_get(to, quantised):
+    generator = torch.Generator().manual_seed(6)
+    weight = mla.quantise_weight(torch.randn(200, 256, generator=generator), to)
+    x = torch.randn(5, 256, generator=generator).bfloat16()
+    read = mla.quantised_for(x, weight)
+    want = dequantise(mla.QUANTS[to], read).double() @ mla.dense(weight).double().t()
+    got = mla.product(read if quantised else x, weight, torch.float32)
+    assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+    assert mla.quantised_for(read, weight) is read
+
+
+@pytest.mark.parametrize("m", [1, 4, 6])
+@pytest.mark.parametrize("layout", ["row_major", "strided"])
+def test_torchs_block_scaled_product_gets_what_cublas_wants(m, layout, monkeypatch):
+    """A stand-in that insists on cuBLAS's layouts: rows by 4, K's blocks by 4, scales by column."""
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype):
+        rows, k = a.shape
+        assert rows % 4 == 0
+        assert (scale_a.shape, scale_a.stride()) == ((rows, k // 128), (1, rows))
+        assert scale_b.stride() == (1, k // 128)
+        assert k % 512 == 0
+        w = mla.dense(mla.Fp8Block(b.t(), scale_b.t()))
+        return (fp8.dequantise(a, scale_a).double() @ w.double().t()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(mla, "runs_block_scaled", lambda weight: True)
+    generator = torch.Generator().manual_seed(6)
+    weight = mla.quantise_weight(torch.randn(144, 512, generator=generator), "fp8_block128")
+    values, scale = fp8.quantise(torch.randn(m, 512, generator=generator), fp8.encoding("fp8_ocp"))
+    if layout == "strided":
+        scale = scale.t().contiguous().t()
+    x = QuantisedQ(values, scale)
+    want = dequantise("fp8_group128", x).double() @ mla.dense(weight).double().t()
+    assert torch.allclose(mla.product(x, weight, torch.float64), want)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="torch has the block-scaled product on sm_90 alone",
+)
+@pytest.mark.parametrize("m", [1, 8, 70])
+def test_the_cards_block_scaled_product_is_float64s(m):
+    generator = torch.Generator("cuda").manual_seed(6)
+    made = torch.randn(2112, 1536, generator=generator, device="cuda")
+    weight = mla.quantise_weight(made, "fp8_block128")
+    x = torch.randn(m, 1536, generator=generator, device="cuda").bfloat16()
+    read = mla.quantised_for(x, weight)
+    want = dequantise("fp8_group128", read).double() @ mla.dense(weight).double().t()
+    got = mla.product(x, weight, torch.bfloat16)
+    assert float((got.double() - want).norm() / want.norm()) < 2**-8
 
 
 def test_batched_a8w8_is_dequantise_and_multiply():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlakit.errors import MisuseError
-from mlakit.models import mla, stack
+from mlakit.models import lanes, mla, stack
 from mlakit.paths import registry
 
 DIMS = mla.Dims(96, 3, 64, 32, nope=16, rope=8, v=16)
@@ -58,30 +58,55 @@ def test_lanes_are_what_they_say(monkeypatch):
         return native(*args)
 
     path = registry.Path("torch_rms_norm", "", counting, lambda c: None, "round_once", 2)
-    monkeypatch.setattr(stack.registry, "get", lambda name: path)
+    monkeypatch.setattr(lanes.registry, "get", lambda name: path)
     made.decode(hidden, stack.step_of("torch_rms_norm"))
-    once = len(seen)
-    made.decode(hidden, stack.step_of("twice:torch_rms_norm"))
-    assert (once, len(seen)) == (4, 4 + 8)
+    assert len(seen) == 4
     assert not seen[0][0].is_contiguous()
     q, k = torch.ones(2, 3), torch.ones(2, 4)
     assert stack.step_of("no_step")(q, None, 0.0, k, None, 0.0) == (q, k)
 
 
-def test_a_lane_that_cannot_run_or_answers_wrong_is_refused():
+def test_a_lane_that_cannot_run_or_answers_wrong_is_refused(monkeypatch):
     made = stack.small()
     hidden = made.tokens(3)
     assert stack.refusal(made, hidden, "torch_native", "cpu") is None
     assert "second stream" in stack.refusal(made, hidden, "dual_stream", "cpu")
-    assert "unquantised" not in (stack.refusal(made, hidden, "torch_rms_norm", "cpu") or "")
-    assert "fp8_group128" in stack.refusal(made, hidden, "torch_fp8_group128", "cpu")
+    assert stack.refusal(made, hidden, "torch_fp8_group128", "cpu") == (
+        "delivers q as fp8_group128, q_b is float"
+    )
     with pytest.raises(MisuseError, match="unknown path"):
         stack.refusal(made, hidden, "triton_fuse", "cpu")
+    monkeypatch.setattr(lanes, "step_of", lambda name: lambda q, qw, qe, k, kw, ke: (q, k))
+    assert "wrong" in stack.refusal(made, hidden, "torch_native", "cpu")
+
+
+@pytest.mark.parametrize("weights", ["fp8_block128", "mxfp4"])
+def test_quantised_weights_take_the_step_that_feeds_them(weights):
+    """In the stack a q that came quantised gives what a q quantised by the product gives."""
+    dims = mla.Dims(256, 2, 128, 64, nope=32, rope=16, v=64)
+    made = stack.Stack(dims, 2, batch=3, context=6, weights=weights)
+    hidden = made.tokens(3)
+    quantising = f"torch_{mla.QUANTS[weights]}"
+    assert stack.refusal(made, hidden, quantising, "cpu") is None
+    other = ({"torch_fp8_group128", "torch_mxfp4"} - {quantising}).pop()
+    assert f"q_b is {weights}" in stack.refusal(made, hidden, other, "cpu")
+    plain = stack.Stack(dims, 2, batch=3, context=6)
+    outs = []
+    for s, lane in ((made, quantising), (made, "torch_rms_norm"), (plain, "torch_rms_norm")):
+        s.position.fill_(6)
+        outs.append(s.decode(hidden, stack.step_of(lane)).double())
+    apart = [float((o - outs[2]).norm() / outs[2].norm()) for o in outs[:2]]
+    assert 1e-3 < apart[0] < 0.3
+    assert apart[0] < 1.2 * apart[1]
+    result = stack.measure(made, [1], ["torch_rms_norm", quantising], rounds=3)
+    assert result["weights"] == weights
+    assert set(result["micro_us"]["1"]["between"]) == {"torch_rms_norm", quantising}
+    assert set(result["micro_us"]["1"]["given"]) == {"torch_rms_norm"}
 
 
 def test_measure_on_a_cpu_and_the_rows_it_makes(tmp_path):
     made = stack.small(layers=2, batch=4, context=8)
-    lanes = ["torch_native", "torch_rms_norm", "dual_stream", "no_step", "twice:torch_native"]
+    lanes = ["torch_native", "torch_rms_norm", "dual_stream", "no_step"]
     saved = []
     result = stack.measure(
         made, [1, 4], lanes, rounds=5, micro=False, after=lambda r: saved.append(len(r["refused"]))
@@ -102,26 +127,38 @@ def test_summaries_find_what_was_put_in():
     """Samples with a known cost a layer and a drift that all lanes share."""
     drift = 1000 + np.arange(40.0)
     samples = {
-        "torch_rms_norm": drift + 61 * 5,
-        "triton_fused": drift + 61 * 3,
-        "twice:triton_fused": drift + 61 * 5.5,
-        "no_step": drift,
-    }
+        "torch_rms_norm": drift + 61 * 5, "triton_fused": drift + 61 * 3, "no_step": drift,
+    }  # fmt: skip
+    times = {"torch_rms_norm": 4.5, "triton_fused": 2.0}
+    micro = {"cold": times, "between": {k: v + 7 for k, v in times.items()} | {"no_step": 7.5}}
     result = {
         "layers": 61, "samples_us": {"8": {k: list(v) for k, v in samples.items()}},
-        "micro_us": {"8": {"hot": {"torch_rms_norm": 4.5, "triton_fused": 2.0}}},
+        "micro_us": {"8": micro},
     }  # fmt: skip
     row = next(r for r in stack.summarise(result) if r["lane"] == "triton_fused")
     assert row["cost_us"] == pytest.approx(3)
     assert row["saved_us"] == pytest.approx(2)
-    assert row["again_us"] == pytest.approx(2.5)
     assert row["saved_us_lo"] == pytest.approx(2)
-    assert row["saved_micro_us"] == pytest.approx(2.5)
+    assert row["saved_cold_us"] == row["saved_between_us"] == pytest.approx(2.5)
+    assert (row["cold_us"], row["between_us"]) == (pytest.approx(2), pytest.approx(1.5))
+    base_us = np.median(samples["torch_rms_norm"])
+    assert row["gain_predicted"] == pytest.approx(base_us / (base_us - 61 * 2.5))
     assert row["tokens_per_s"] == pytest.approx(8e6 / np.median(samples["triton_fused"]))
     assert row["tokens_lo"] <= row["tokens_per_s"] <= row["tokens_hi"]
     assert row["gain"] == pytest.approx(
         np.median(samples["torch_rms_norm"] / samples["triton_fused"])
     )
+
+
+def test_intervals_are_those_of_the_captures():
+    """Three graphs of a lane, each steady at a time of its own: rounds alone would see nothing."""
+    middles = np.array([100.0, 90.0, 130.0])
+    result = {
+        "layers": 1, "copies": 3, "micro_us": {},
+        "samples_us": {"1": {"torch_rms_norm": list(np.tile(middles, 5))}},
+    }  # fmt: skip
+    (row,) = stack.summarise(result)
+    assert (row["step_us"], row["step_lo"], row["step_hi"]) == (100, 90, 130)
 
 
 def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
@@ -153,13 +190,17 @@ def test_on_a_gpu_a_sample_is_one_timed_replay(monkeypatch):
         return SimpleNamespace(replay=lambda: log.append("replay")), []
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(stack.clock, "capture", capture)
+    monkeypatch.setattr(lanes.clock, "capture", capture)
     fake = SimpleNamespace(decode=lambda hidden, step: log.append("decode"))
     lane = stack.StepLane(fake, SimpleNamespace(is_cuda=True), None)
-    assert log == ["decode", "decode"]
+    assert log == ["decode"] * (1 + lanes.COPIES)
     del log[:]
     assert lane.take() == 7500.0
     assert log == ["replay", "record", "replay", "record", "wait"]
+    first = lane.graphs[0]
+    for _ in range(lanes.COPIES):
+        lane.take()
+    assert lane.graphs[0] is first
 
 
 def test_the_bare_entry_writes_what_it_measured(tmp_path, capsys):
