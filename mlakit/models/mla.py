@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -157,8 +157,8 @@ def dense(weight: Matrix) -> torch.Tensor:
 
 def quantise_layer(layer: Layer, to: str) -> Layer:
     """A layer whose three large projections are in a format of ``WEIGHT_FORMATS``."""
-    large = {name: quantise_weight(getattr(layer, name), to) for name in ("qkv_a", "q_b", "o")}
-    return replace(layer, **large)
+    qkv_a, q_b, o = (quantise_weight(dense(w), to) for w in (layer.qkv_a, layer.q_b, layer.o))
+    return replace(layer, qkv_a=qkv_a, q_b=q_b, o=o)
 
 
 def product(x: torch.Tensor | QuantisedQ, weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -175,12 +175,12 @@ def product(x: torch.Tensor | QuantisedQ, weight: Matrix, dtype: torch.dtype) ->
             raise MisuseError("a quantised q before a float weight: quantise q_b too")
         return torch.nn.functional.linear(x, weight)
     packed = isinstance(weight, Mxfp4)
-    x = quantised_for(x, weight)
-    if (x.values.dtype is torch.uint8) != packed:
+    read = x if isinstance(x, QuantisedQ) else _quantised(x, weight)
+    if (read.values.dtype is torch.uint8) != packed:
         raise MisuseError("q and q_b are quantised differently: give both FP8, or both MXFP4")
     if runs_block_scaled(weight):
-        return _block_scaled(x, weight, dtype)
-    left = dequantise("mxfp4" if packed else "fp8_group128", x)
+        return _block_scaled(read, weight, dtype)
+    left = dequantise("mxfp4" if packed else "fp8_group128", read)
     return (left @ dense(weight).t()).to(dtype)
 
 
@@ -188,6 +188,10 @@ def quantised_for(x: torch.Tensor | QuantisedQ, weight: Matrix) -> torch.Tensor 
     """``x`` as ``product`` reads it beside ``weight``; what is quantised already stays as it is."""
     if isinstance(weight, torch.Tensor) or isinstance(x, QuantisedQ):
         return x
+    return _quantised(x, weight)
+
+
+def _quantised(x: torch.Tensor, weight: Fp8Block | Mxfp4) -> QuantisedQ:
     rows = x.reshape(-1, x.shape[-1])
     if runs_block_scaled(weight):
         out = empty("fp8_group128", rows, BLOCK_SCALED)
@@ -202,7 +206,7 @@ BLOCK_SCALED = Options("fp8_ocp", "strided")
 """how torch's block-scaled product wants its activations: OCP, scales column by column"""
 
 
-def runs_block_scaled(weight: Matrix) -> bool:
+def runs_block_scaled(weight: Matrix) -> TypeGuard[Fp8Block]:
     """Whether ``product`` with ``weight`` is torch's own FP8 one, which it has for sm_90 alone."""
     if not isinstance(weight, Fp8Block) or not weight.values.is_cuda or torch.version.hip:
         return False
@@ -217,8 +221,9 @@ def _block_scaled(x: QuantisedQ, weight: Fp8Block, dtype: torch.dtype) -> torch.
         pad, more = torch.nn.functional.pad, -m % 4
         values = pad(values.view(torch.uint8), (0, 0, 0, more)).view(coded)
         columns = pad(columns, (0, more))
-    scales = {"scale_a": columns.t(), "scale_b": weight.scale.t()}
-    return torch._scaled_mm(values, weight.values.t(), **scales, out_dtype=dtype)[:m]
+    return torch._scaled_mm(
+        values, weight.values.t(), scale_a=columns.t(), scale_b=weight.scale.t(), out_dtype=dtype
+    )[:m]
 
 
 def batched_a8w8(
