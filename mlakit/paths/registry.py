@@ -75,7 +75,8 @@ class Path:
 
     def rounding_on(self, arch: str, dtype: str) -> str:
         """How results are rounded on an arch: a name of ``mlakit.rounding.ROUNDINGS``."""
-        software = self.truncates and archs.arch(arch).bf16_convert == "software"
+        cuts = self.truncates and archs.vendor_of(arch) == "amd"
+        software = cuts and archs.arch(arch).bf16_convert == "software"
         return "truncate" if software and dtype == "bf16" else self.rounding
 
 
