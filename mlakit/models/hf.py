@@ -256,8 +256,12 @@ def answers(model: Any, questions: Sequence[dict], tokenizer: Any) -> list[dict]
 def read_questions(file: str | Path) -> list[dict]:
     """Questions from JSONL with ``id``, ``prompt`` and ``answer`` in each line.
 
+    lm-evaluation-harness's per-sample logs of generating tasks (``--log_samples``) will do too: the
+    prompt is the request's, the answer the target, of the first filter's lines.
+
     Raises:
-        MisuseError: no such file, no questions, or a line that lacks one of the three.
+        MisuseError: no such file, no questions, a line that lacks one of the three, or a log of
+            requests that only score given choices.
     """
     file = Path(file)
     if not file.is_file():
@@ -267,6 +271,11 @@ def read_questions(file: str | Path) -> list[dict]:
         rows = [dict(json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise MisuseError(f"{file} does not read as JSONL of objects: {error}") from None
+    for row in rows:
+        if {"doc_id", "arguments", "target"} <= set(row):
+            row |= {"id": row["doc_id"], "prompt": _request(row, file), "answer": row["target"]}
+    first = rows[0].get("filter") if rows else None
+    rows = [row for row in rows if row.get("filter") == first]
     for number, row in enumerate(rows, 1):
         lacks = {"id", "prompt", "answer"} - set(row)
         if lacks:
@@ -274,3 +283,14 @@ def read_questions(file: str | Path) -> list[dict]:
     if not rows:
         raise MisuseError(f"{file} holds no questions")
     return rows
+
+
+def _request(row: dict, file: Path) -> str:
+    given = row["arguments"]
+    requests = [list(r.values()) for r in given.values()] if isinstance(given, dict) else given
+    if len(requests) != 1 or not isinstance(requests[0][-1], dict):
+        raise MisuseError(
+            f"{file}: its requests score given choices, nothing is generated: judge two such logs "
+            "with mlakit significance"
+        )
+    return requests[0][0]

@@ -111,3 +111,28 @@ def test_lm_evaluation_harness_logs(tmp_path):
     }  # fmt: skip
     judged = significance(*(f"{f}#flexible-extract" for f in files))
     assert judged.flips == (1, 1)
+
+
+def test_the_harness_logs_are_questions_too(folder, questions, tmp_path):
+    """The same questions as plain lines and as a log of a generating task get the same answers."""
+    plain = [json.loads(line) for line in questions.open()][:4]
+    log = tmp_path / "samples_task.jsonl"
+    log.write_text("\n".join(
+        json.dumps({
+            "doc_id": q["id"], "doc": {}, "target": q["answer"], "filter": name, "exact_match": 0.0,
+            "arguments": {"gen_args_0": {"arg_0": q["prompt"], "arg_1": {"until": ["x"]}}},
+        })
+        for name in ("strict-match", "flexible-extract") for q in plain
+    ))  # fmt: skip
+    short = tmp_path / "q.jsonl"
+    short.write_text("\n".join(json.dumps(q) for q in plain))
+    for file, out in ((short, "plain"), (log, "log")):
+        evaluate(folder, file, "unpatched", "truncate", tmp_path / out)
+    for side in ("unpatched.jsonl", "truncate.jsonl"):
+        assert (tmp_path / "log" / side).read_text() == (tmp_path / "plain" / side).read_text()
+    scored = {"doc_id": 0, "target": "1", "arguments": {
+        "gen_args_0": {"arg_0": "p", "arg_1": " yes"}, "gen_args_1": {"arg_0": "p", "arg_1": " no"},
+    }}  # fmt: skip
+    log.write_text(json.dumps(scored))
+    with pytest.raises(MisuseError, match="score given choices"):
+        evaluate(folder, log, "unpatched", "truncate", tmp_path)
