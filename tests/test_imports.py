@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mlakit"
-BASE = "errors datafiles versions shapes archs context records rounding inputs formats latency"
+BASE = "errors datafiles versions shapes archs context records rounding inputs formats"
 LAYERS = [
     set(BASE.split()),
     {"paths"},
+    {"launches", "latency"},
     {"dispatch"},
     {"codegen", "timing", "models"},
     {"drift", "sweep"},
-    {"plots"},
+    {"plots", "plot_style"},
     {"report", "widgets"},
     {"cli", "__init__", "__main__"},
 ]
