@@ -129,28 +129,31 @@ def _execute(request: bytes) -> dict[str, bytes]:
     return {n: bytes(memory[n][:-8]) for n in written}
 
 
-def _round_to_bf16(convert: Callable) -> Callable:
-    """The interpreter's float conversion, but float32 goes to bfloat16 by rounding to even.
+def _as_compiled(convert: Callable) -> Callable:
+    """The interpreter's float conversion, but bfloat16 to and from float32 as compiled kernels do.
 
-    Triton 3.6's and 3.7's interpreter cuts there, where every compiled kernel rounds.
+    Triton 3.6's and 3.7's interpreter cuts float32 to bfloat16 instead of rounding to even, and
+    reads subnormal bfloat16 as other numbers.
     """
     import triton.language as tl
 
-    def rounded(values, source, target, mode):
+    def converted(values, source, target, mode):
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
         if source != tl.float32 or target != tl.bfloat16:
             return convert(values, source, target, mode)
         bits = np.ascontiguousarray(values).view(np.uint32)
         even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
         return np.where(np.isnan(values), (bits >> 16) | 0x40, even).astype(np.uint16)
 
-    return rounded
+    return converted
 
 
 def _serve() -> None:
     """The child's loop; it ends with its standard input."""
     from triton.runtime import interpreter
 
-    interpreter._convert_float = _round_to_bf16(interpreter._convert_float)
+    interpreter._convert_float = _as_compiled(interpreter._convert_float)
     answers = os.fdopen(os.dup(1), "wb")
     # What a kernel prints must not mix with the answers.
     os.dup2(2, 1)
