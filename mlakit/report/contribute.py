@@ -84,7 +84,7 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
     table = pq.read_table(exported)
     clean = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
     metadata = dict(table.schema.metadata or {}) | {_KEY: json.dumps(provenance).encode()}
-    pq.write_table(clean.replace_schema_metadata(metadata), exported, compression="zstd")
+    store.write_table(clean.replace_schema_metadata(metadata), exported)
     return exported
 
 

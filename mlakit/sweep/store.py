@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 """What can be measured of a cell, and the folder its parts go to."""
 _COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
 _VERSION_KEY = b"mlakit_schema_version"
+_DIGEST_KEY = b"mlakit_crc32"
 
 
 def now() -> str:
@@ -72,6 +74,30 @@ def _replace(target: Path, write) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_table(table, target: Path) -> None:
+    """``table`` as Parquet, there whole or not, with checksums of its pages and of itself."""
+    import pyarrow.parquet as pq
+
+    metadata = (table.schema.metadata or {}) | {_DIGEST_KEY: _digest(table)}
+    table = table.replace_schema_metadata(metadata)
+    options = {"compression": "zstd", "write_page_checksum": True}
+    _replace(target, lambda temporary: pq.write_table(table, temporary, **options))
+
+
+def _digest(table) -> bytes:
+    """Of names and values: Parquet's page checksums leave its footer, with the names, out."""
+    import pyarrow as pa
+
+    digest = 0
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+            data = column.to_numpy().tobytes()
+        else:
+            data = "\0".join(map(str, column.to_pylist())).encode()
+        digest = zlib.crc32(data, zlib.crc32(f"{name} {column.type}".encode(), digest))
+    return str(digest).encode()
+
+
 def part_path(run_dir: Path, kind: str, cell_id: str) -> Path:
     """Where the rows of a cell go."""
     return Path(run_dir) / FOLDERS[kind] / f"{cell_id}.parquet"
@@ -91,7 +117,6 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
         ValueError: an illegal row, or no row at all; nothing is written.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns = _COLUMNS[kind]
     checked = [{c: r.get(c) for c in columns} for r in map(check_row, rows)]
@@ -107,9 +132,8 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
                 "us": pa.array([u for v in samples.values() for u in v], pa.float64()),
             }
         )
-        samples_file = Path(run_dir) / "samples" / f"{cell_id}.parquet"
-        _replace(samples_file, lambda t: pq.write_table(flat, t, compression="zstd"))
-    _replace(part_path(run_dir, kind, cell_id), lambda t: pq.write_table(table, t))
+        write_table(flat, Path(run_dir) / "samples" / f"{cell_id}.parquet")
+    write_table(table, part_path(run_dir, kind, cell_id))
 
 
 def _migrate(table, kind: str, name: str):
@@ -139,8 +163,15 @@ def _read_whole(path: Path, damaged: list[str], keep: bool = False):
 
     try:
         # memory_map: pyarrow's own reader keeps a thread pool that a small part does not need
-        return pq.read_table(path, memory_map=True, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
+        table = pq.read_table(
+            path, memory_map=True, use_threads=False, page_checksum_verification=True
+        )
+        metadata = table.schema.metadata or {}
+        int(metadata.get(_VERSION_KEY, 0))
+        if _DIGEST_KEY in metadata and metadata[_DIGEST_KEY] != _digest(table):
+            raise ValueError("its rows are not those that were written")
+        return table
+    except (OSError, ValueError, pa.ArrowException) as error:
         if getattr(error, "errno", None):
             raise  # not opened at all: that says nothing of the file's bytes
         if keep:
@@ -154,7 +185,7 @@ def _read_whole(path: Path, damaged: list[str], keep: bool = False):
         except OSError:
             what = "left where it is (the folder is read-only)"
         damaged.append(path.name)
-        first = str(error).splitlines()[0][:80]
+        first = " ".join(str(error).split())[:80]
         warnings.warn(f"damaged part {path.name} ({first}): {what}", stacklevel=3)
         return None
 
@@ -235,7 +266,6 @@ def export(
         MisuseError: the run has no rows.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = read_rows(run_dir, kind)
     if rows.empty:
@@ -245,12 +275,10 @@ def export(
     order = ["arch", "q_lora_rank", "kv_lora_rank", "dtype", "m", "clock", "cache", "cell_id"]
     rows = rows.sort_values(order, kind="stable")
     file = Path(file)
-    table = pa.Table.from_pandas(rows, schema=_schema(kind), preserve_index=False)
-    _replace(file, lambda t: pq.write_table(table, t, compression="zstd"))
+    write_table(pa.Table.from_pandas(rows, schema=_schema(kind), preserve_index=False), file)
     if kind == "timing" and any((Path(run_dir) / "samples").glob("*.parquet")):
         flat = pa.Table.from_pandas(read_samples(run_dir), preserve_index=False)
-        beside = file.with_name(f"{file.stem}-samples.parquet")
-        _replace(beside, lambda t: pq.write_table(flat, t, compression="zstd"))
+        write_table(flat, file.with_name(f"{file.stem}-samples.parquet"))
     return file
 
 
