@@ -4,9 +4,9 @@ import types
 
 import pytest
 import torch
+from mutants import KNOWN_BAD
 
 from mlakit.drift.audit import adapt, audit, load_target
-from mlakit.drift.mutants import KNOWN_BAD
 from mlakit.errors import MisuseError
 from mlakit.rounding import ROUNDINGS
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import ROUNDING_MUTANTS
 
 from mlakit.drift.arithmetic import squares_are_exact
 from mlakit.drift.fingerprint import fingerprint, first_of_pair, second_of_pair
 from mlakit.drift.implementations import IMPLEMENTATIONS
-from mlakit.drift.mutants import ROUNDING_MUTANTS
 from mlakit.rounding import ROUNDINGS, Recipe, round_to
 
 
