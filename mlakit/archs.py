@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass
 from functools import cache
 
-from mlakit.datafiles import data_dir
+from mlakit.datafiles import data_dir, read_table
 from mlakit.errors import MisuseError, unknown
 
 _TRIPLE = "amdgcn-amd-amdhsa--"
@@ -40,34 +39,32 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
+def _arch(r: dict) -> Arch:
+    return Arch(
+        name=r["arch"],
+        product=r["product"],
+        vendor=r["vendor"],
+        compute_units=int(r["compute_units"]) if r["compute_units"] else None,
+        wave_sizes=tuple(int(w) for w in r["wave_sizes"].split("|") if w),
+        lds_kib=int(r["lds_kib"]) if r["lds_kib"] else None,
+        vgpr_file_kib=int(r["vgpr_file_kib"]) if r["vgpr_file_kib"] else None,
+        l2_mib=_number(r["l2_mib"]),
+        llc_mib=_number(r["llc_mib"]),
+        memory_gib=_number(r["memory_gib"]),
+        hbm_gbps=_number(r["hbm_gbps"]),
+        max_clock_mhz=_number(r["max_clock_mhz"]),
+        fp8_format=r["fp8_format"] or None,
+        mxfp4_native=r["mxfp4_native"] == "yes",
+        bf16_convert=r["bf16_convert"],
+        source=r["source"],
+        confidence=r["confidence"],
+    )
+
+
 @cache
 def products() -> tuple[Arch, ...]:
     """Every product of ``data/archs.csv``; several products may share one arch."""
-    found = []
-    with open(data_dir() / "archs.csv", newline="", encoding="utf-8") as file:
-        for r in csv.DictReader(file):
-            found.append(
-                Arch(
-                    name=r["arch"],
-                    product=r["product"],
-                    vendor=r["vendor"],
-                    compute_units=int(r["compute_units"]) if r["compute_units"] else None,
-                    wave_sizes=tuple(int(w) for w in r["wave_sizes"].split("|") if w),
-                    lds_kib=int(r["lds_kib"]) if r["lds_kib"] else None,
-                    vgpr_file_kib=int(r["vgpr_file_kib"]) if r["vgpr_file_kib"] else None,
-                    l2_mib=_number(r["l2_mib"]),
-                    llc_mib=_number(r["llc_mib"]),
-                    memory_gib=_number(r["memory_gib"]),
-                    hbm_gbps=_number(r["hbm_gbps"]),
-                    max_clock_mhz=_number(r["max_clock_mhz"]),
-                    fp8_format=r["fp8_format"] or None,
-                    mxfp4_native=r["mxfp4_native"] == "yes",
-                    bf16_convert=r["bf16_convert"],
-                    source=r["source"],
-                    confidence=r["confidence"],
-                )
-            )
-    return tuple(found)
+    return read_table(data_dir() / "archs.csv", _arch)
 
 
 @cache

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from functools import cache
 
-from mlakit.datafiles import data_dir
+from mlakit.datafiles import data_dir, read_table
 from mlakit.errors import MisuseError, unknown
 
 
@@ -78,36 +77,34 @@ def _float(text: str) -> float | None:
     return float(text) if text else None
 
 
+def _model(r: dict) -> Model:
+    return Model(
+        name=r["model"],
+        aliases=tuple(a for a in r["aliases"].split("|") if a),
+        hf_id=r["hf_id"],
+        hidden_size=_int(r["hidden_size"]),
+        num_layers=_int(r["num_layers"]),
+        mla_layers=_int(r["mla_layers"]),
+        num_heads=_int(r["num_heads"]),
+        q_lora_rank=_int(r["q_lora_rank"]) or 0,
+        kv_lora_rank=int(r["kv_lora_rank"]),
+        qk_nope_head_dim=_int(r["qk_nope_head_dim"]),
+        qk_rope_head_dim=_int(r["qk_rope_head_dim"]) or 0,
+        v_head_dim=_int(r["v_head_dim"]),
+        config_rms_norm_eps=_float(r["config_rms_norm_eps"]),
+        hf_latent_norm_eps=_float(r["hf_latent_norm_eps"]),
+        serving_latent_norm_eps=_float(r["serving_latent_norm_eps"]),
+        scale_q=_float(r["scale_q"]),
+        scale_kv=_float(r["scale_kv"]),
+        source=r["source"],
+        confidence=r["confidence"],
+    )
+
+
 @cache
 def models() -> tuple[Model, ...]:
     """Every model of ``data/models.csv``, in the file's order."""
-    found = []
-    with open(data_dir() / "models.csv", newline="", encoding="utf-8") as file:
-        for r in csv.DictReader(file):
-            found.append(
-                Model(
-                    name=r["model"],
-                    aliases=tuple(a for a in r["aliases"].split("|") if a),
-                    hf_id=r["hf_id"],
-                    hidden_size=_int(r["hidden_size"]),
-                    num_layers=_int(r["num_layers"]),
-                    mla_layers=_int(r["mla_layers"]),
-                    num_heads=_int(r["num_heads"]),
-                    q_lora_rank=_int(r["q_lora_rank"]) or 0,
-                    kv_lora_rank=int(r["kv_lora_rank"]),
-                    qk_nope_head_dim=_int(r["qk_nope_head_dim"]),
-                    qk_rope_head_dim=_int(r["qk_rope_head_dim"]) or 0,
-                    v_head_dim=_int(r["v_head_dim"]),
-                    config_rms_norm_eps=_float(r["config_rms_norm_eps"]),
-                    hf_latent_norm_eps=_float(r["hf_latent_norm_eps"]),
-                    serving_latent_norm_eps=_float(r["serving_latent_norm_eps"]),
-                    scale_q=_float(r["scale_q"]),
-                    scale_kv=_float(r["scale_kv"]),
-                    source=r["source"],
-                    confidence=r["confidence"],
-                )
-            )
-    return tuple(found)
+    return read_table(data_dir() / "models.csv", _model)
 
 
 @cache

@@ -7,12 +7,12 @@ M a path is the fastest measured one, and in which recorded run. Reading it cost
 from __future__ import annotations
 
 import bisect
-import csv
 from dataclasses import dataclass
 from functools import cache
 
 from mlakit.context import Context
-from mlakit.datafiles import data_dir
+from mlakit.datafiles import data_dir, read_table
+from mlakit.paths import registry
 
 COLUMNS = "q_lora_rank kv_lora_rank dtype quant clock m_from path source".split()
 
@@ -42,17 +42,22 @@ def ladders(arch: str) -> tuple[Ladder, ...]:
     file = data_dir() / "dispatch" / f"{arch}.csv"
     if not file.is_file():
         return ()
-    groups: dict[tuple, list[dict]] = {}
-    with open(file, newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            groups.setdefault(tuple(row[c] for c in COLUMNS[:5]), []).append(row)
+    groups: dict[tuple, list[tuple]] = {}
+    for kind, step in read_table(file, _step):
+        groups.setdefault(kind, []).append(step)
     found = []
-    for (q, kv, dtype, quant, clock), rows in groups.items():
-        rows.sort(key=lambda r: int(r["m_from"]))
-        steps = tuple(int(r["m_from"]) for r in rows)
-        paths = tuple(r["path"] for r in rows)
-        found.append(Ladder(int(q), int(kv), dtype, quant, clock, steps, paths, rows[0]["source"]))
+    for kind, steps in groups.items():
+        m_from, paths, sources = zip(*sorted(steps), strict=True)
+        found.append(Ladder(*kind, m_from, paths, sources[0]))
     return tuple(found)
+
+
+def _step(r: dict) -> tuple[tuple, tuple]:
+    """(kind of call, (from which M on, path, source)) of one line."""
+    if r["path"] not in registry.names():
+        raise ValueError(f"no path {r['path']!r}")
+    kind = int(r["q_lora_rank"]), int(r["kv_lora_rank"]), r["dtype"], r["quant"], r["clock"]
+    return kind, (int(r["m_from"]), r["path"], r["source"])
 
 
 def clock_of(context: Context) -> str:
