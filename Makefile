@@ -4,12 +4,12 @@ BIN := $(VENV)/bin
 # The first of these that is Python 3.11 to 3.13; PYTHON=/path/to/python chooses another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
-EXTRAS := cpu,notebooks,dask,transformers,dev
+EXTRAS := cpu,notebooks,dask,transformers,dev,docs
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup report test lint format check-constraints lab clean
+.PHONY: help setup report test lint format docs check-constraints release-check audit lab clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -37,6 +37,15 @@ lint: $(READY)  ## ruff, formatting, types
 
 format: $(READY)  ## rewrite in the one style
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+docs: $(READY)  ## build the documentation into site/, offline
+	@$(BIN)/python -m mkdocs build --strict -q && echo "$(CURDIR)/site/index.html"
+
+release-check: $(READY)  ## build sdist and wheel; install and use the wheel in a clean environment
+	@bash .ci/release-check
+
+audit: $(READY)  ## known vulnerabilities of the pinned set; exit code 4 if none could be looked up
+	@$(BIN)/python -m pip check -q && $(BIN)/python .ci/audit
 
 check-constraints: $(READY)  ## resolve constraints.txt for each Python we support
 	@for p in 3.11.7 3.12 3.13; do \
