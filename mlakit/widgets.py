@@ -7,9 +7,7 @@ explorer has a static twin, for a report or for a page without a kernel.
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -19,26 +17,16 @@ import pandas as pd
 
 from mlakit import archs, plots, shapes
 from mlakit.context import QUANTS, WEIGHT_DTYPES, Context
-from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.records import CONTROLS, EVIDENCE
-from mlakit.report import show
+from mlakit.report import chapters, show
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
-    from matplotlib.figure import Figure
 
 _STYLE = """<style>.mlakit table{border-collapse:collapse}.mlakit td,.mlakit th{padding:.15em .6em;
 text-align:left;border-bottom:1px solid #8888}.mlakit caption{text-align:left;font-weight:600}
 .mlakit .bad{color:#b3261e}.mlakit img{max-width:100%;background:#fff}</style>"""
-
-
-def picture(figure: Figure, alt: str) -> str:
-    """A figure as an ``<img>`` that holds its own PNG and its text alternative."""
-    png = io.BytesIO()
-    figure.savefig(png, format="png", bbox_inches="tight")
-    data = base64.b64encode(png.getvalue()).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
 
 
 def _say(text: str, kind: str = "") -> str:
@@ -145,25 +133,13 @@ def dispatch_view(
     return (
         f"<p><strong>{html.escape(said)}</strong></p>"
         + show.table_html(pd.DataFrame(rows), "The two rules on this call")
-        + picture(plots.dispatch_matrix(frame), said)
+        + show.picture(plots.dispatch_matrix(frame), said)
         + _say(f"Runs on this machine: {'yes' if here is None else 'no, ' + here}.")
         + show.table_html(pd.DataFrame(found[after].to_rows()), f"Every path, under {after}")
     )
 
 
 # ---- speed
-
-
-@cache
-def recorded(kind: str = "timing") -> pd.DataFrame:
-    """Every committed row of one kind, of all devices; empty where nothing is recorded."""
-    from mlakit.sweep.store import read_rows
-
-    frames = []
-    for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
-        if not file.stem.endswith(("accuracy", "samples")):
-            frames.append(read_rows(file, kind))
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 _LANE = ["device", "dtype", "quant", "layout", "clock", "cache"]
@@ -190,7 +166,7 @@ def speed(rows: pd.DataFrame | None = None) -> VBox:
     """
     import ipywidgets as w
 
-    rows = recorded() if rows is None else rows
+    rows = chapters.recorded() if rows is None else rows
     found = lanes(rows)
     kinds = sorted(set(rows["evidence"])) if len(rows) else EVIDENCE[:2]
     pairs = sorted({_pair(r) for r in rows.itertuples()}) if len(rows) else ["1536+512"]
@@ -224,14 +200,16 @@ def speed_view(
     one = rows[[_pair(r) == hidden for r in rows.itertuples()]]
     arch = rows["arch"].iloc[0]
     if figure == "heat map":
-        return picture(plots.heat(rows, lane), f"What fusing is worth by widths and M, {lane}")
+        return show.picture(plots.heat(rows, lane), f"What fusing is worth by widths and M, {lane}")
     if figure == "time":
-        return picture(plots.latency(one, f"{hidden}, {lane}"), f"Time against M at {hidden}")
+        return show.picture(plots.latency(one, f"{hidden}, {lane}"), f"Time against M at {hidden}")
     if figure == "crossover":
         said = crossover(one)
-        return _say(said) + picture(plots.speedup(one, f"{hidden}, {lane}"), said)
+        return _say(said) + show.picture(plots.speedup(one, f"{hidden}, {lane}"), said)
     sheet = None if arch == "cpu" else archs.arch(arch).hbm_gbps
-    return picture(plots.roofline(one, sheet, f"{hidden}, {lane}"), f"GB/s against bytes, {hidden}")
+    return show.picture(
+        plots.roofline(one, sheet, f"{hidden}, {lane}"), f"GB/s against bytes, {hidden}"
+    )
 
 
 def crossover(rows: pd.DataFrame) -> str:
@@ -240,9 +218,8 @@ def crossover(rows: pd.DataFrame) -> str:
     if peers.empty:
         return "No path has a time at these widths."
     best = peers.loc[peers.groupby("m")["p50_us"].idxmin()].sort_values("m")
-    steps = best[best["path_ran"] != best["path_ran"].shift()]
-    parts = [f"{r.path_ran} from M = {r.m}" for r in steps.itertuples()]
-    return f"Fastest ({best['evidence'].iloc[0]}): {', '.join(parts)}."
+    said = chapters.stretches(zip(best["m"], best["path_ran"], strict=True))
+    return f"Fastest ({best['evidence'].iloc[0]}): {said}."
 
 
 # ---- drift
@@ -272,7 +249,7 @@ def drift() -> VBox:
 
 def drift_view(one: str, other: str, family: str, dtype: str, model: str, m: int) -> str:
     """Ulp histogram and figures of two ways, q's output; each with its evidence."""
-    from mlakit.drift.ulp import BINS, compare
+    from mlakit.drift.ulp import compare
     from mlakit.inputs import make
     from mlakit.paths import registry
     from mlakit.rounding import ROUNDINGS, oracle
@@ -288,16 +265,12 @@ def drift_view(one: str, other: str, family: str, dtype: str, model: str, m: int
             got = ROUNDINGS[name].formula(given.q, given.q_weight, given.q_eps)
             evidence = "emulated"
         found = compare(got, want)
-        n = found.elements
-        for label, count in zip(BINS, found.histogram, strict=True):
-            share = count / n
-            spread = (share * (1 - share) / n) ** 0.5
-            bars.append(dict(way=name, bin=label, share=share, se=spread, evidence=evidence))
+        bars += found.bars(name, evidence)
         keep = "share_correct max_ulp signed_bias bias_se rel_l2 elements".split()
         lines.append({"way": way, "evidence": evidence, **{k: getattr(found, k) for k in keep}})
     alt = f"Ulps from float64 rounded once, {one} and {other}, {family} inputs"
     figure = plots.error_histogram(pd.DataFrame(bars), f"{family} inputs, {dtype}, {model}")
-    return picture(figure, alt) + show.table_html(pd.DataFrame(lines), "Against float64")
+    return show.picture(figure, alt) + show.table_html(pd.DataFrame(lines), "Against float64")
 
 
 # ---- codegen
@@ -346,7 +319,9 @@ def _compiled(both: tuple[str, ...], widths: shapes.Widths, quant: str, m: int) 
 
     frame = resources.table([widths], arch_names=both, quant=quant, m=m)
     keep = "arch vgprs sgprs lds_bytes waves_per_simd limited_by wide_share bf16_convert".split()
-    page = picture(plots.kernel_resources(frame), f"Resources on {' and '.join(both)}, compiled")
+    page = show.picture(
+        plots.kernel_resources(frame), f"Resources on {' and '.join(both)}, compiled"
+    )
     page += show.table_html(frame[[*keep, "instructions", "evidence"]], "Read off the compiler")
     made = compiler.compile_many([shipped.request(a, widths, m=m, quant=quant) for a in both])
     lines = resources.diff(made[0], made[-1])

@@ -6,11 +6,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
 
+from mlakit.dispatch import probe
 from mlakit.drift.audit_cases import CASES
 from mlakit.drift.audit_subject import FAIL, REFUSED, Failed, Subject
 from mlakit.errors import MisuseError, one_line
@@ -93,8 +94,15 @@ def audit(
         max_m: largest batch to try (65537 without).
 
     Raises:
-        MisuseError: ``fn`` names nothing that can be loaded, or can't be called as asked.
+        MisuseError: ``fn`` names nothing that can be loaded or run here, or can't be called as
+            asked.
     """
+    if isinstance(fn, str) and ":" not in fn:
+        why = registry.get(fn).supports(
+            replace(probe.here(device), m=1, dtype=dtype, norm_weight_dtype=dtype)
+        )
+        if why:
+            raise MisuseError(f"{fn} can't be audited on {device}: {why}")
     name = target or (fn if isinstance(fn, str) else str(getattr(fn, "__name__", type(fn))))
     loaded = load_target(fn) if isinstance(fn, str) else fn
     call, takes_out = adapt(loaded)

@@ -221,8 +221,10 @@ def far_rows(subject: Subject) -> Verdict:
     need = 2 * m * (REAL.row_stride + REAL.hidden) * TORCH_DTYPES[subject.dtype].itemsize
     if subject.device == "cpu":
         return NOT_APPLICABLE, f"not tried on a CPU: needs {need / 2**30:.1f} GiB"
+    if (subject.max_m or m) < m:
+        return NOT_APPLICABLE, f"not tried: batches up to {subject.max_m} were asked for"
     free = torch.cuda.mem_get_info()[0]
-    if free < need or (subject.max_m or m) < m:
+    if free < need:
         return NOT_APPLICABLE, f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
     small = subject.inputs(64)
     buffer = small.buffer.repeat(-(-m // 64), 1)[:m]

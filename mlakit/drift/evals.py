@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def significance(
     if isinstance(a, float) and isinstance(b, float) and min(a, b) > 1 and n is None:
         return throughput(a, b)
     if isinstance(a, str | Path) and isinstance(b, str | Path):
-        return _paired(read_results(a), read_results(b))
+        return paired(read_results(a), read_results(b))
     p_a, n_a = _score(a, n)
     p_b, n_b = _score(b, n_b or n)
     return _two_proportions(p_a, n_a, p_b, n_b)
@@ -155,7 +155,12 @@ def _two_proportions(p_a: float, n_a: int, p_b: float, n_b: int) -> Judgement:
     )
 
 
-def _paired(a: dict[str, bool], b: dict[str, bool]) -> Judgement:
+def paired(a: Mapping[Any, bool], b: Mapping[Any, bool]) -> Judgement:
+    """Judge two runs of the same questions (question: right) by the exact McNemar test.
+
+    Raises:
+        MisuseError: the questions differ.
+    """
     from scipy.stats import binomtest, norm
 
     if set(a) != set(b):

@@ -52,6 +52,16 @@ class Drift:
         """The figures under the names of ``records.ACCURACY_COLUMNS``."""
         return {k: v for k, v in vars(self).items() if k != "histogram"}
 
+    def bars(self, way: str, evidence: str) -> list[dict]:
+        """The histogram as rows of ``plots.error_histogram``: way, bin, share, se, evidence."""
+        shares = [count / self.elements for count in self.histogram]
+        return [
+            dict(
+                way=way, bin=b, share=s, se=(s * (1 - s) / self.elements) ** 0.5, evidence=evidence
+            )
+            for b, s in zip(BINS, shares, strict=True)
+        ]
+
 
 def ulps(got: torch.Tensor, want64: torch.Tensor) -> torch.Tensor:
     """Signed ulps (int64) from ``want64`` correctly rounded to got's dtype; + is away from zero.

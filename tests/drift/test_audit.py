@@ -194,3 +194,10 @@ def test_targets_that_cannot_be_loaded():
         assert "\n" not in str(error.value)
     with pytest.raises(MisuseError, match="takes 2 arguments"):
         adapt(lambda x, weight: x)
+
+
+def test_a_path_that_cannot_run_here_is_refused_before_any_line():
+    with pytest.raises(MisuseError, match="AMD"):
+        audit("aiter_fused")
+    with pytest.raises(MisuseError, match="mxfp4"):
+        audit("torch_mxfp4")
