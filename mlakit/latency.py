@@ -1,10 +1,11 @@
 """The latency model: what a microsecond of this step is made of, on any arch.
 
-A path is a list of launches; a launch costs its own start (``launch_us``), the latency chain of
-one row (``chain_us``), what that latency grows by once every compute unit has work (``loaded_us``),
-and its work: the longest of bytes over the card's bandwidth, the busiest unit's bytes over a
-unit's bandwidth (waves), and its elements over the rate of its kind of kernel. Launches follow
-each other, so a path is their sum. Nothing here is per path: only how a path works is.
+A path is a list of launches (``mlakit.launches``). On a GPU a launch costs its own start; the
+chain of one program (beginning and end, the reads that wait for one another, a sum exchanged,
+addresses); what that chain grows by once the card is busy; and its work: the longer of its bytes
+over bandwidth and of the turns that its programs take, since a compute unit holds only so many
+threads at once. On a CPU: a start, and bytes or elements over their rates. Launches follow each
+other, so a path is their sum. Nothing here is per path.
 
 Parameters and known errors are in ``data/latency.csv`` (made by ``mlakit.sweep.calibrate``); an
 arch without a line there borrows latencies and shares of peak from the card that it is most like,
@@ -16,210 +17,106 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
-from mlakit import archs
+from mlakit import archs, launches
 from mlakit.archs import Arch
 from mlakit.datafiles import data_dir
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError
+from mlakit.launches import KINDS, MODELLED, ONE_LAUNCH, ROW_PAIRS, Launch
 from mlakit.shapes import Widths
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+__all__ = ["MODELLED", "ONE_LAUNCH", "ROW_PAIRS"]
 
-KINDS = {
-    "copy": "moves rows, computes nothing",
-    "row": "a row once through registers, 16 bytes a lane, no lane idle",
-    "padded": "a row padded to a power of two of lanes, once through registers or in a loop",
-    "loop": "walks a row twice, the second time from a cache",
-    "map": "elementwise over contiguous memory",
-    "gather": "elementwise with strides or broadcasts: one element an access",
-    "reduce": "torch's sum over each row",
-    "tiny": "elementwise over one number a row",
+PARAMETERS = {
+    "launch_us": "an empty launch, back to back",
+    "program_us": "a program's beginning and end",
+    "read_us": "a read of memory that is waited for",
+    "reread_us": "the same from a cache",
+    "meet_us": "warps exchanging a sum",
+    "index_us": "addresses computed from strides",
+    "loaded_us": "what a chain grows by on a busy card",
+    "half_loaded": "programs a compute unit at which it has grown by half",
+    "crowd": "a program's life on a full card, in chains of a lone one",
+    "gbps": "memory",
+    "cache_gbps": "the last cache",
+    **{f"call_us:{kind}": f"one call: {text}" for kind, text in KINDS.items()},
+    **{f"rate:{kind}": f"elements a ns and thread: {text}" for kind, text in KINDS.items()},
 }
-"""How a kernel works. Each kind has a chain (us) and a rate (elements a ns and compute unit)."""
-
-CARD_PARAMETERS = ("launch_us", "loaded_us", "gbps", "unit_gbps")
-PARAMETERS = (
-    *CARD_PARAMETERS,
-    *(f"chain_us:{k}" for k in KINDS),
-    *(f"rate:{k}" for k in KINDS),
-)
-MEMORY_BOUND = ("copy", "row", "tiny")
-"""Kinds without a rate on a GPU: nothing but memory and latency bounds them."""
-
-_GPU_GRAIN, _CPU_GRAIN = 1024, 32768
-"""Elements of one piece of an elementwise operation: a thread block of 256 threads with 4 each in
-torch's GPU loops; ``at::internal::GRAIN_SIZE`` on a CPU."""
-EARLY_ARCHS, EARLY_ROWS = ("sm_90", "sm_100"), 128
-"""Where ``mlakit.paths.triton_config`` asks for programmatic dependent launch (a test compares);
-the same-traffic copy uses it at every M."""
+"""What a card's parameters mean. Calls and rates by kind are a CPU's, which has only ``launch_us``
+and ``gbps`` beside them; a GPU has the others."""
 _SHARPNESS = 4.0
-"""Exponent of the smooth maximum of the three kinds of work: two that are level overlap badly."""
+"""Exponent of the smooth maximum of the kinds of work: two that are level overlap badly."""
+_CPU_GRAIN = 32768
+"""Elements that torch gives a thread at least: ``at::internal::GRAIN_SIZE``."""
+LAUNCH_COLUMNS = tuple(f.name for f in fields(Launch))
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel. ``tasks``: independent pieces that compute units share.
-
-    ``starts`` is 0 where the launch begins while the kernel before it drains: nothing is waited
-    for.
-    """
-
-    kind: str
-    tasks: float
-    elements: float
-    bytes_moved: float
-    starts: float = 1.0
+def resident_threads(arch: str) -> int:
+    """Threads a compute unit holds at once: 2048 on NVIDIA and CDNA, 1024 on RDNA."""
+    return 1024 if arch.startswith("gfx1") else 2048
 
 
-def _rows(kind: str, m: int, widths: list[int], size: int, starts: float = 1.0) -> Launch:
-    """A kernel that normalises (or copies) rows of each width, weights read once.
-
-    A loop's second walk is counted as traffic: its rows have left the L1 by then. Padded rows have
-    as many elements as lanes.
-    """
-    hidden, walks = sum(widths), 3 if kind == "loop" else 2
-    lanes = sum(1 << (w - 1).bit_length() for w in widths) if kind == "padded" else hidden
-    return Launch(kind, m * len(widths), m * lanes, (walks * m + 1) * hidden * size, starts)
-
-
-def _pieces(kind: str, elements: float, bytes_each: float, grain: int) -> Launch:
-    return Launch(kind, max(1.0, elements / grain), elements, elements * bytes_each)
-
-
-def _eager(m: int, width: int, size: int, grain: int, contiguous: bool) -> list[Launch]:
-    """torch_native's eight operations on one part, in order, all in float32."""
-    n = m * width
-    # A view of one row is contiguous; any other makes torch compute each element's offset.
-    cast = "map" if contiguous or m == 1 else "gather"
-    spread = "map" if m == 1 else "gather"
-    return [
-        _pieces(cast, n, size + 4, grain),
-        _pieces("map", n, 8, grain),
-        Launch("reduce", m, n, 4 * n),
-        _pieces("tiny", m, 8, grain),
-        _pieces("tiny", m, 8, grain),
-        _pieces(spread, n, 8, grain),
-        _pieces(spread, n, 8, grain),
-        _pieces("map", n, 4 + size, grain),
-    ]
-
-
-ONE_LAUNCH = ("triton_fused", "aiter_fused", "cpu_fused")
-ROW_PAIRS = ("quack_rms_norm", "liger_rms_norm", "flashinfer_rms_norm")
-MODELLED = (
-    "copy_limit", "launch_floor", *ONE_LAUNCH, *ROW_PAIRS,
-    "inductor", "torch_rms_norm", "torch_rms_norm_copied", "torch_native",
-)  # fmt: skip
-"""Names that ``plan`` knows how they work; quantised paths and dual_stream are not modelled."""
-
-
-def plan(
-    path: str,
-    widths: Widths,
-    m: int,
-    dtype: str = "bf16",
-    *,
-    arch: str,
-    into_out: bool = True,
-    contiguous: bool = False,
-) -> list[Launch]:
-    """The launches one call takes.
+def by_cause(
+    p: Mapping[str, float], units: int, resident: int, made: Mapping[str, np.ndarray], call, calls
+) -> dict[str, np.ndarray]:
+    """Microseconds of each of ``calls`` calls by cause, from their launches' columns.
 
     Args:
-        path: a path, or ``copy_limit`` / ``launch_floor`` (a cell's controls).
-        widths: elements of the two parts.
-        m: rows.
-        dtype: of inputs and outputs.
-        arch: on a CPU F.rms_norm is the eager operations in C++, and one thread takes at least
-            32,768 elements; on sm_90 and later copy_limit, and triton_fused up to 128
-            rows, start early (programmatic dependent launch).
-        into_out: outputs are given; a path that makes its own then copies them (graph clock).
-        contiguous: the parts are not views of one buffer.
+        p: parameters; one that is missing costs nothing.
+        units: compute units, or threads of a CPU.
+        resident: threads a compute unit holds at once.
+        made: by field of ``Launch``, its value in each launch (``columns_of``).
+        call: which call each launch belongs to.
+        calls: how many there are.
 
-    Raises:
-        MisuseError: a path whose working is not described here, or no such dtype.
+    Two streams run side by side: what their launches wait for is the longer stream's, and one
+    start more, the join; what they work is added.
     """
-    if path not in MODELLED:
-        raise unknown("path to model", path, MODELLED)
-    if dtype not in ITEMSIZE:
-        raise unknown("dtype", dtype, ITEMSIZE)
-    cpu = arch == "cpu"
-    size, grain = ITEMSIZE[dtype], _CPU_GRAIN if cpu else _GPU_GRAIN
-    parts = [w for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
-    if path == "launch_floor":
-        return [Launch("copy", 0, 0, 0)]
-    early = 0.0 if arch in EARLY_ARCHS else 1.0
-    if path == "copy_limit":
-        return [_rows("copy", m, parts, size, early)]
-    if path in ONE_LAUNCH:
-        own = path == "triton_fused" and m <= EARLY_ROWS
-        return [_rows("row", m, parts, size, early if own else 1.0)]
-    out: list[Launch] = []
-    if cpu and path == "torch_native" and not widths.q_lora_rank:
-        parts = [0, *parts]  # eager operations on an empty tensor are dispatched all the same
-    for width in parts:
-        copied = _pieces("map", m * width, 2 * size, grain)
-        gathered = _pieces("gather", m * width, 2 * size, grain)
-        strided = not contiguous and m > 1
-        if path == "torch_native" or (cpu and path.startswith("torch_rms_norm")):
-            if path.endswith("_copied") and strided:
-                out.append(gathered)
-            out += _eager(m, width, size, grain, contiguous or path.endswith("_copied"))
-            # A cast into the given output is the last operation; only F.rms_norm adds a copy.
-            out += [copied] if into_out and path != "torch_native" else []
-            continue
-        if path == "inductor":
-            out.append(_rows("loop" if cpu else "padded", m, [width], size))
-            continue
-        if path.startswith("torch_rms_norm"):
-            # The CUDA kernel wants contiguous rows: it copies views by itself.
-            out += [gathered] if strided else []
-            out.append(_rows("loop", m, [width], size))
-        else:
-            kind = "padded" if path == "liger_rms_norm" else "row"
-            out.append(_rows(kind, m, [width], size))
-        out += [copied] if into_out else []
-    return out
-
-
-def terms(
-    p: Mapping[str, float], units: int, kind, tasks, elements, bytes_moved, starts
-) -> dict[str, np.ndarray]:
-    """Microseconds of launches by cause: launch, chain, loaded, and the work by its bound.
-
-    ``kind`` and the rest may be arrays of one length; an empty launch (no tasks) is all launch.
-    """
-    tasks, elements, moved = (np.asarray(x, float) for x in (tasks, elements, bytes_moved))
-    kinds = np.broadcast_to(np.asarray(kind), tasks.shape)
-    chain_of = {k: p[f"chain_us:{k}"] for k in KINDS}
-    rate_of = {k: p.get(f"rate:{k}", np.inf) for k in KINDS}
-    chain = np.vectorize(chain_of.__getitem__, otypes=[float])(kinds)
-    rate = np.vectorize(rate_of.__getitem__, otypes=[float])(kinds)
-    some = tasks > 0
-    held = np.maximum(tasks, 1e-9)
-    busiest = np.where(some, np.ceil(held / units) / np.maximum(np.ceil(held), 1), 0)
+    x = {name: np.asarray(made[name]) for name in LAUNCH_COLUMNS}
+    rate = np.array([p.get(f"rate:{k}", np.inf) for k in KINDS])[x["kind"]]
+    call_us = np.array([p.get(f"call_us:{k}", p.get("program_us", 0)) for k in KINDS])[x["kind"]]
+    chain = (x["programs"] > 0) * call_us
+    for count, cost in _CHAIN.items():
+        chain = chain + x[count] * p.get(cost, 0)
+    loaded = p.get("loaded_us", 0) * x["programs"]
+    loaded = loaded / (x["programs"] + units * p.get("half_loaded", 1))
+    turns = np.maximum(x["programs"] * x["threads"] / (units * resident) - 1, 0)
+    shared = np.minimum(units, np.maximum(1, x["elements"] / _CPU_GRAIN))
+    bytes_us = x["moved"] / p["gbps"] / 1e3 + x["cached"] / p.get("cache_gbps", p["gbps"]) / 1e3
     work = np.stack(
-        [
-            moved / p["gbps"] / 1e3,
-            moved * busiest / p["unit_gbps"] / 1e3,
-            elements * busiest / rate / 1e3,
-        ]
+        [bytes_us, p.get("crowd", 0) * chain * turns, x["elements"] / rate / shared / 1e3]
     )
-    total = (work**_SHARPNESS).sum(0) ** (1 / _SHARPNESS)
-    shares = work**_SHARPNESS / np.maximum((work**_SHARPNESS).sum(0), 1e-300)
-    return {
-        "launch": p["launch_us"] * np.asarray(starts, float),
-        "chain": np.where(some, chain, 0),
-        "loaded": np.where(some, p["loaded_us"] * held / (held + units), 0),
-        "bandwidth": total * shares[0],
-        "waves": total * shares[1],
-        "kernel rate": total * shares[2],
+    powers = work**_SHARPNESS
+    each = powers.sum(0) ** (1 / _SHARPNESS) * powers / np.maximum(powers.sum(0), 1e-300)
+    waits = {"launch": p["launch_us"] * x["starts"], "chain": chain, "loaded": loaded}
+
+    def total(values, where):
+        return np.bincount(call, values * where, minlength=calls)
+
+    main, side = x["side"] == 0, x["side"] == 1
+    longer = sum(total(v, side) for v in waits.values()) > sum(
+        total(v, main) for v in waits.values()
+    )
+    found = {k: np.where(longer, total(v, side), total(v, main)) for k, v in waits.items()}
+    found["launch"] = found["launch"] + p["launch_us"] * (total(np.ones(len(main)), side) > 0)
+    return found | {
+        k: total(v, 1) for k, v in zip(("bandwidth", "waves", "kernel rate"), each, strict=True)
     }
+
+
+_CHAIN = {"reads": "read_us", "rereads": "reread_us", "meets": "meet_us", "indexed": "index_us"}
+
+
+def columns_of(made: Iterable[Launch]) -> dict[str, np.ndarray]:
+    """Launches as columns, the form ``by_cause`` takes; ``kind`` as its place in ``KINDS``."""
+    place = {kind: i for i, kind in enumerate(KINDS)}
+    rows = zip(*((place[x.kind], *astuple(x)[1:]) for x in made), strict=True)
+    return {name: np.array(column) for name, column in zip(LAUNCH_COLUMNS, rows, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -289,8 +186,8 @@ def lender(arch: str) -> str:
 def borrowed(product: Arch) -> Card:
     """Parameters of a card nobody calibrated, from another card's and this one's table line.
 
-    Bandwidth is this card's peak times the share of peak that the lender reaches; a unit's
-    bandwidth, latencies and rates are carried over, by clock where both clocks are known.
+    Memory bandwidth is this card's peak times the share of peak that the lender reaches, a cache's
+    goes with the compute units; latencies are carried over.
 
     Raises:
         MisuseError: no compute units or no bandwidth in ``data/archs.csv``.
@@ -309,10 +206,7 @@ def borrowed(product: Arch) -> Card:
     theirs = next(a for a in archs.products() if a.product == lent.device)
     p = dict(lent.parameters)
     p["gbps"] *= product.hbm_gbps / (theirs.hbm_gbps or product.hbm_gbps)
-    here_mhz, there_mhz = product.max_clock_mhz, theirs.max_clock_mhz
-    clock = here_mhz / there_mhz if here_mhz and there_mhz else 1.0
-    p["unit_gbps"] *= clock
-    p |= {k: v * clock for k, v in p.items() if k.startswith("rate:")}
+    p["cache_gbps"] *= product.compute_units / lent.units
     published = [x for x in _of(product.name, "launch") if x["name"] == "launch_us"]
     source = f"data/archs.csv ({product.product}); latencies of {lent.device}"
     if published:
@@ -386,13 +280,14 @@ def estimate(
     if m < 1:
         raise MisuseError(f"batch is {m}: give a whole number of rows, 1 or more")
     of = card(arch)
-    launches = plan(path, widths, m, dtype, arch=of.arch, into_out=into_out)
-    columns = zip(*map(astuple, launches), strict=True)
-    parts = {k: float(v.sum()) for k, v in terms(of.parameters, of.units, *columns).items()}
+    made = launches.plan(path, widths, m, dtype, arch=of.arch, into_out=into_out)
+    none = np.zeros(len(made), int)
+    found = by_cause(of.parameters, of.units, resident_threads(of.arch), columns_of(made), none, 1)
+    parts = {k: float(v[0]) for k, v in found.items()}
     outside = of.outside(widths, m, dtype)
     error, worst, scored = known_error(of.arch, path)
     us = math.fsum(parts.values())
-    return Estimate(us, parts, len(launches), error, worst, scored, tuple(outside), of.source)
+    return Estimate(us, parts, len(made), error, worst, scored, tuple(outside), of.source)
 
 
 def breakdown(
@@ -413,19 +308,20 @@ def breakdown(
 def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -> pd.DataFrame:
     """What the one launch saved buys at each M: fused against two good kernels of the same kind.
 
-    ``slack_pct``: how much slower the fused kernel may be in all before two launches win. On a
-    CPU the pair is the fused kernel called once a part.
+    Two good kernels are QuACK's where it runs, else the fused kernel called once a part.
+    ``slack_pct``: how much slower the fused kernel may be in all before two launches win.
     """
-    cpu = archs.check(arch) == "cpu"
-    one, two = ("cpu_fused", "cpu_fused") if cpu else ("triton_fused", "quack_rms_norm")
+    name = archs.check(arch)
+    one = "cpu_fused" if name == "cpu" else "triton_fused"
+    quack = name.startswith("sm_") and int(name[3:]) >= 90
+    parts = [Widths(0, w) for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
     rows = []
     for m in batches:
         fused = estimate(one, arch, widths, m, dtype)
-        if cpu:
-            parts = [Widths(0, w) for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
-            pair_us = math.fsum(estimate(two, arch, w, m, dtype).us for w in parts)
+        if quack:
+            pair_us = estimate("quack_rms_norm", arch, widths, m, dtype).us
         else:
-            pair_us = estimate(two, arch, widths, m, dtype).us
+            pair_us = math.fsum(estimate(one, arch, w, m, dtype).us for w in parts)
         saved = pair_us - fused.us
         rows.append(
             {

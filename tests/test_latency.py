@@ -2,10 +2,11 @@
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
 
-from mlakit import archs, latency
+from mlakit import archs, latency, launches
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.paths import registry, triton_config
@@ -19,72 +20,116 @@ MODELLED_ARCHS = [a for a in archs.known() if a != "cpu"]
 
 @pytest.mark.parametrize("path", [p for p in latency.MODELLED if p in registry.names()])
 def test_plan_has_the_launches_that_the_path_declares(path):
-    launches = latency.plan(path, V3, 64, arch="sm_90", into_out=False, contiguous=True)
+    made = launches.plan(path, V3, 64, arch="sm_90", into_out=False, contiguous=True)
     declared = registry.get(path).launches
     # torch_rms_norm_copied's copies are of views; contiguous parts need none.
-    assert len(launches) == (declared - 2 if registry.get(path).copies else declared)
+    assert len(made) == (declared - 2 if registry.get(path).copies else declared)
 
 
 def test_views_cost_f_rms_norm_a_copy_only_when_they_have_more_than_one_row():
     counts = [
-        len(latency.plan("torch_rms_norm", V3, m, arch="sm_90", into_out=False)) for m in (1, 2)
+        len(launches.plan("torch_rms_norm", V3, m, arch="sm_90", into_out=False)) for m in (1, 2)
     ]
     assert counts == [2, 4]
 
 
 def test_no_q_latent_halves_the_launches_of_a_pair():
-    one = latency.plan("quack_rms_norm", Widths(0, 512), 8, arch="sm_90", into_out=False)
+    one = launches.plan("quack_rms_norm", Widths(0, 512), 8, arch="sm_90", into_out=False)
     assert len(one) == 1
-    assert one[0].tasks == 8
+    assert one[0].programs == 2  # QuACK's program is four rows of a warp each
 
 
 @pytest.mark.parametrize("m", [1, 64, 4096])
 def test_fused_bytes_are_what_a_cell_counts(m):
     cell = Cell("sm_90", m, 1536, 512, ("triton_fused",), clock="graph")
-    (launch,) = latency.plan("triton_fused", V3, m, arch="sm_90")
-    assert launch.bytes_moved == bytes_moved(cell)
+    (launch,) = launches.plan("triton_fused", V3, m, arch="sm_90")
+    assert launch.moved == bytes_moved(cell)
 
 
 @pytest.mark.parametrize("arch", MODELLED_ARCHS)
 def test_early_launches_are_where_the_heuristic_asks_for_them(arch):
     for m in (1, 127, 128, 129, 4096):
-        (launch,) = latency.plan("triton_fused", V3, m, arch=arch)
+        (launch,) = launches.plan("triton_fused", V3, m, arch=arch)
         asked = triton_config.heuristic(arch, m, 1536, 512).pdl
         assert (launch.starts == 0) == asked, (arch, m)
 
 
-def parameters(**changes):
-    p = {"launch_us": 0.5, "loaded_us": 0.2, "gbps": 1000.0, "unit_gbps": 20.0}
-    p |= {f"chain_us:{k}": 1.0 for k in latency.KINDS}
-    return p | changes
+P = {
+    "launch_us": 0.5, "program_us": 0.3, "read_us": 0.6, "reread_us": 0.2, "meet_us": 0.1,
+    "index_us": 0.7, "loaded_us": 0.2, "half_loaded": 1.0, "crowd": 2.0, "gbps": 1000.0,
+    "cache_gbps": 4000.0,
+}  # fmt: skip
 
 
-def test_terms_of_one_launch_by_hand():
-    # 100 pieces on 100 units: each unit has 1 of 100 pieces; 2 MB at 1 TB/s are 2 us, and 20 kB
-    # at 20 GB/s are 1 us; the 4-norm of the two is (16 + 1) ** 0.25.
-    got = latency.terms(parameters(), 100, "row", 100, 1, 2e6, 1)
-    assert float(got["launch"]) == 0.5
-    assert float(got["chain"]) == 1.0
-    assert float(got["loaded"]) == pytest.approx(0.1)
-    work = sum(float(got[k]) for k in ("bandwidth", "waves", "kernel rate"))
-    assert work == pytest.approx(17**0.25)
-    assert float(got["waves"]) == pytest.approx(work / 17)
+def causes(*made, **changes):
+    calls = latency.by_cause(P | changes, 100, 2048, latency.columns_of(made), [0] * len(made), 1)
+    return {k: float(v[0]) for k, v in calls.items()}
 
 
-def test_a_second_wave_costs_when_one_piece_more_than_the_units_arrives():
-    busy = [
-        float(latency.terms(parameters(gbps=1e9), 100, "row", n, 0, n * 1e4, 1)["waves"])
-        for n in (100, 101, 200)
-    ]
-    assert busy == pytest.approx([0.5, 1.0, 1.0])
+def test_one_launch_by_hand():
+    # 100 programs on 100 units are half loaded; 2 MB at 1 TB/s are 2 us; they fit the card at
+    # once (100 x 256 of 204,800 threads), so there is no second turn.
+    got = causes(launches.Launch("row", 100, 256, 1, 2e6, reads=2, rereads=1, meets=1))
+    assert got["launch"] == 0.5
+    assert got["chain"] == pytest.approx(0.3 + 2 * 0.6 + 0.2 + 0.1)
+    assert got["loaded"] == pytest.approx(0.1)
+    assert got["bandwidth"] == pytest.approx(2.0)
+    assert got["waves"] == got["kernel rate"] == 0
+
+
+def test_programs_that_do_not_fit_the_card_take_turns():
+    # 2400 programs of 256 threads where 800 fit: two turns more of a chain of 0.9, twice as long.
+    got = causes(launches.Launch("row", 2400, 256, 1, 0))
+    assert got["waves"] == pytest.approx(2 * 0.9 * 2)
+    level = causes(launches.Launch("row", 2400, 256, 1, 3.6e6))
+    work = level["waves"] + level["bandwidth"]
+    assert work == pytest.approx(3.6 * 2**0.25)
+    assert level["waves"] == pytest.approx(work / 2)
+
+
+def test_what_the_launch_before_wrote_is_read_from_a_cache():
+    got = causes(launches.Launch("map", 1, 128, 1, 1e6, cached=4e6))
+    assert got["bandwidth"] == pytest.approx(1 + 1)
+    big, small = (launches.plan("liger_rms_norm", V3, m, arch="sm_90")[1] for m in (65536, 64))
+    assert (big.cached, big.reads) == (0, 1)
+    assert (small.cached, small.reads, small.rereads) == (64 * 1536 * 2, 0, 1)
+
+
+def test_two_streams_wait_for_the_longer_and_add_their_work():
+    long, short = (launches.Launch("row", 1, 32, 1, 1e6, reads=n) for n in (5, 1))
+    both = causes(long, replace(short, side=1))
+    assert both["chain"] == pytest.approx(causes(long)["chain"])
+    assert both["launch"] == 1.0  # one start, and the join
+    assert both["bandwidth"] == pytest.approx(2.0)
+
+
+def test_a_cpu_has_calls_and_rates_by_kind_and_shares_elements_among_threads():
+    cpu = {"launch_us": 0.1, "gbps": 1e9, "call_us:gather": 3.0, "rate:gather": 2.0}
+    made = latency.columns_of([launches.Launch("gather", 9, 1, 65536, 1)])
+    got = latency.by_cause(cpu, 2, 2048, made, [0], 1)
+    assert float(got["chain"][0]) == 3.0
+    assert float(got["kernel rate"][0]) == pytest.approx(65536 / 2 / 2 / 1e3)
 
 
 def test_an_empty_launch_costs_its_start_and_nothing_else():
-    (floor,) = latency.plan("launch_floor", V3, 64, arch="sm_90")
-    got = latency.terms(
-        parameters(), 100, floor.kind, floor.tasks, floor.elements, floor.bytes_moved, 1
-    )
-    assert sum(float(v) for v in got.values()) == 0.5
+    (floor,) = launches.plan("launch_floor", V3, 64, arch="sm_90")
+    assert sum(causes(floor).values()) == 0.5
+
+
+# The sum's blocks are written out from torch's own rule: 512 threads, a warp a row from 16 on.
+@pytest.mark.parametrize(
+    ("m", "threads", "programs", "reads"),
+    [(1, 256, 1, 2), (2, 512, 1, 2), (4, 512, 1, 3), (16, 512, 1, 12), (64, 512, 4, 12)],
+)
+def test_torchs_sum_gives_a_row_fewer_threads_as_rows_grow(m, threads, programs, reads):
+    mean = launches.plan("torch_native", Widths(1536, 512), m, arch="sm_90")[2]
+    assert (mean.threads, mean.programs, mean.reads + mean.rereads) == (threads, programs, reads)
+
+
+def test_inductor_keeps_a_row_in_registers_up_to_1024_lanes():
+    q, k = launches.plan("inductor", Widths(1536, 768), 64, arch="sm_90")
+    assert (q.kind, q.threads, q.programs) == ("loop", 512, 32)
+    assert (k.kind, k.threads, k.programs) == ("row", 256, 64)
 
 
 @pytest.mark.parametrize("arch", archs.known())
@@ -134,7 +179,7 @@ def test_outside_the_calibrated_range_is_marked():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("dual_stream", "sm_90", V3, 64), "unknown path to model 'dual_stream'"),
+        (("triton_mxfp4", "sm_90", V3, 64), "unknown path to model 'triton_mxfp4'"),
         (("triton_fused", "gfx955", V3, 64), "did you mean 'gfx950'"),
         (("triton_fused", "sm_90", V3, 0), "1 or more"),
         (("triton_fused", "sm_90", V3, 64, "fp8"), "unknown dtype"),

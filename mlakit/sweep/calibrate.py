@@ -10,13 +10,13 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from mlakit import archs, latency
+from mlakit import archs, latency, launches
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS
@@ -25,17 +25,21 @@ from mlakit.shapes import Widths
 COLUMNS = "arch device what path name value unit source".split()
 
 _PRIOR = {
-    "gpu": {"launch_us": 0.7, "loaded_us": 0.3, "gbps": 4000.0, "unit_gbps": 60.0, "chain": 0.8}
-    | {"rate": 16.0, "gather": 4.0},
-    "cpu": {"launch_us": 1.0, "loaded_us": 0.01, "gbps": 30.0, "unit_gbps": 20.0, "chain": 2.0}
-    | {"rate": 2.0, "gather": 1.0},
-}
-"""Where a fit starts and what a parameter that no row tells anything of stays at. A GPU's rate of
-16 elements a ns and unit is twice what its memory delivers, near enough to be felt."""
-_PRIOR_WEIGHT, _KIND_WEIGHT = 0.02, 0.1
-"""A tenfold change of a card's parameter weighs as much as a 5 % error of one cell; one kind's
-leaving the other kinds by as much, as a 23 % error: chains of loads and stores are alike."""
-FAMILIES = {"torch_rms_norm_copied": "torch_rms_norm"}
+    "gpu": {
+        "launch_us": 0.7, "program_us": 0.5, "read_us": 0.5, "reread_us": 0.3, "meet_us": 0.1,
+        "index_us": 0.7, "loaded_us": 0.3, "half_loaded": 0.3, "crowd": 1.5, "gbps": 4000.0,
+        "cache_gbps": 8000.0,
+    },
+    "cpu": {"launch_us": 1.0, "gbps": 30.0}
+    | {f"call_us:{k}": 2.0 for k in latency.KINDS}
+    | {f"rate:{k}": 1.0 if k == "gather" else 2.0 for k in latency.KINDS},
+}  # fmt: skip
+"""Where a fit starts and what a parameter that no row tells anything of stays at: guesses made
+before the first fit."""
+PRIOR_WEIGHTS = (0.1, 0.3, 1.0)
+"""How hard a fit is held to its start, chosen on the fit's own rows: under the last, a parameter
+moved e-fold costs as much as a cell missed by a factor of e."""
+FAMILIES = {"torch_rms_norm_copied": "torch_rms_norm", "dual_stream": "torch_rms_norm"}
 """Paths of the same kernels: one of them does not count as unseen while the other is seen."""
 
 
@@ -87,9 +91,11 @@ class _Design:
     """The launches of every row, flat, so that a fit predicts all rows in one pass."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
-        flat = []
+        made: list = []
+        call: list[int] = []
         for i, r in enumerate(frame.itertuples()):
-            made = latency.plan(
+            config = getattr(r, "config", None)
+            own = launches.plan(
                 r.path_ran,
                 Widths(int(r.q_lora_rank), int(r.kv_lora_rank)),
                 int(r.m),
@@ -97,39 +103,44 @@ class _Design:
                 arch=archs.base_name(r.arch),
                 into_out=r.clock != "cpu" or r.layout.endswith("_out"),
                 contiguous=r.layout == "contiguous",
+                early="pdl" in config.split() if isinstance(config, str) else None,
             )
-            flat += [(i, *astuple(x)) for x in made]
-        self.row, *self.launches = (np.array(c) for c in zip(*flat, strict=True))
-        self.kinds = set(self.launches[0])
-        self.rows = len(frame)
+            if r.cache == "hot":
+                own = [replace(x, moved=0.0, cached=x.moved + x.cached) for x in own]
+            made += own
+            call += [i] * len(own)
+        self.columns, self.call, self.rows = latency.columns_of(made), np.array(call), len(frame)
+        self.resident = latency.resident_threads(archs.base_name(frame["arch"].iloc[0]))
 
-    def predict(self, parameters: dict, units: int) -> np.ndarray:
+    def predict(self, parameters: Mapping[str, float], units: int) -> np.ndarray:
         """Microseconds of each row."""
-        each = sum(latency.terms(parameters, units, *self.launches).values())
-        return np.bincount(self.row, each, minlength=self.rows)
+        found = latency.by_cause(
+            parameters, units, self.resident, self.columns, self.call, self.rows
+        )
+        return sum(found.values())
 
 
-def predict(frame: pd.DataFrame, parameters: dict, units: int) -> np.ndarray:
+def predict(frame: pd.DataFrame, parameters: Mapping[str, float], units: int) -> np.ndarray:
     """Modelled microseconds of rows as ``usable`` returns them."""
     return _Design(frame).predict(parameters, units)
 
 
 def prior(cpu: bool) -> dict[str, float]:
     """The parameters before any row is seen."""
-    base = _PRIOR["cpu" if cpu else "gpu"]
-    p = {n: base[n] for n in latency.CARD_PARAMETERS}
-    p |= {f"chain_us:{k}": base["chain"] for k in latency.KINDS}
-    kinds = [k for k in latency.KINDS if cpu or k not in latency.MEMORY_BOUND]
-    return p | {f"rate:{k}": base["gather" if k == "gather" else "rate"] for k in kinds}
+    return dict(_PRIOR["cpu" if cpu else "gpu"])
 
 
 def fit(
-    frame: pd.DataFrame, units: int, fixed: Mapping[str, float] | None = None
+    frame: pd.DataFrame,
+    units: int,
+    fixed: Mapping[str, float] | None = None,
+    weight: float = PRIOR_WEIGHTS[-1],
 ) -> dict[str, float]:
     """Parameters that fit rows (of ``usable``, one device) best, by least squares on logarithms.
 
-    ``fixed`` parameters are kept; the launch cost is the launch floor's own median where the rows
-    have one.
+    Every path weighs the same, however many rows it has. ``fixed`` parameters are kept; the launch
+    cost is the launch floor's own median where the rows have one. ``weight``: see
+    ``PRIOR_WEIGHTS``.
 
     Raises:
         MisuseError: no rows.
@@ -141,63 +152,76 @@ def fit(
     cpu = frame["clock"].iloc[0] == "cpu"
     floor = frame.loc[frame["path_ran"] == "launch_floor", "p50_us"]
     rest = frame[frame["path_ran"] != "launch_floor"]
-    design, truth = _Design(rest), np.log(rest["p50_us"].to_numpy(float))
     held = ({"launch_us": float(floor.median())} if len(floor) else {}) | dict(fixed or {})
     start = prior(cpu) | held
     names = [n for n in start if n not in held]
-    names = [n for n in names if ":" not in n or n.split(":")[1] in design.kinds]
-    most = np.full(len(names) + 2, np.inf)
+    most = np.full(len(names), np.inf)
     if "gbps" in names and not cpu:
         product = product_of(archs.base_name(frame["arch"].iloc[0]), frame["device"].iloc[0])
         start["gbps"] = 0.85 * _known(product.hbm_gbps, f"bandwidth of {product.product}")
         most[names.index("gbps")] = np.log(1 / 0.85)
+    design, truth = _Design(rest), np.log(rest["p50_us"].to_numpy(float))
+    cells = rest.groupby("path_ran")["p50_us"].transform("size").to_numpy()
+    share = np.sqrt(len(rest) / cells / rest["path_ran"].nunique())
 
     def parameters(x: np.ndarray) -> dict[str, float]:
-        # The last two move all chains and all rates: a kind that no row shows goes with the others.
-        moved = dict(zip(names, x, strict=False)) | {"chain_us": x[-2], "rate": x[-1]}
-        return {
-            n: v * np.exp(moved.get(n, 0.0) + moved.get(n.split(":")[0], 0.0) * (":" in n))
-            for n, v in start.items()
-        }
+        return start | {n: start[n] * np.exp(v) for n, v in zip(names, x, strict=True)}
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.log(design.predict(parameters(x), units)) - truth, weight * x])
+        missed = np.log(design.predict(parameters(x), units)) - truth
+        return np.concatenate([share * missed, weight * x])
 
-    weight = np.array([_KIND_WEIGHT if ":" in n else _PRIOR_WEIGHT for n in [*names, "", ""]])
-    bounds = (np.full(len(most), -np.inf), most)
-    first = np.zeros(len(most))
+    bounds, first = (np.full(len(most), -np.inf), most), np.zeros(len(most))
     found = least_squares(residuals, first, bounds=bounds, loss="soft_l1", f_scale=0.1, max_nfev=80)
     return {n: float(v) for n, v in parameters(found.x).items()}
 
 
-def held_out(frame: pd.DataFrame, *, paths_too: bool = True) -> pd.DataFrame:
+def _families(frame: pd.DataFrame) -> list[str]:
+    return sorted(set(frame["path_ran"].replace(FAMILIES)) - set(CONTROLS))
+
+
+def chosen_weight(frame: pd.DataFrame, units: int) -> float:
+    """Of ``PRIOR_WEIGHTS`` the one whose fits meet a path left out best, on these rows alone."""
+    family, groups = frame["path_ran"].replace(FAMILIES), _families(frame)
+    if len(groups) < 2:
+        return PRIOR_WEIGHTS[0]
+    missed: dict[float, list] = {weight: [] for weight in PRIOR_WEIGHTS}
+    for group in groups:
+        seen, own = frame[family != group], frame[family == group]
+        for weight, found in missed.items():
+            modelled = predict(own, fit(seen, units, weight=weight), units)
+            found.append(np.abs(np.log(modelled / own["p50_us"])).mean())
+    return min(PRIOR_WEIGHTS, key=lambda weight: np.mean(missed[weight]))
+
+
+def held_out(
+    frame: pd.DataFrame, *, paths_too: bool = True, weight: float | None = None
+) -> pd.DataFrame:
     """``frame`` with ``modelled_us`` and ``error_pct``, each cell predicted by a stranger's fit.
 
     Args:
         frame: rows of one device.
-        paths_too: leave the cell's path out of the fit as well as its width pair; the controls
-            (copy, launch floor) stay, at the other pairs.
+        paths_too: leave the cell's path (and its family) out of the fit as well as its width pair;
+            the controls (copy, launch floor) stay, at the other pairs.
+        weight: of ``fit``; None: chosen for each fit on the rows it sees (nested).
 
     Raises:
         MisuseError: fewer than two width pairs.
     """
     frame = usable(frame)
     units = units_of(frame)
-    pair = list(zip(frame["q_lora_rank"], frame["kv_lora_rank"], strict=True))
-    pairs = sorted(set(pair))
-    if len(pairs) < 2:
+    pair = frame["q_lora_rank"].astype(str) + "+" + frame["kv_lora_rank"].astype(str)
+    if pair.nunique() < 2:
         raise MisuseError("rows of one width pair: nothing can be held out; sweep another pair")
-    of_pair = pd.Series([pairs.index(p) for p in pair], frame.index)
     family = frame["path_ran"].replace(FAMILIES)
     modelled = pd.Series(np.nan, frame.index)
-    for i in range(len(pairs)):
-        groups = sorted(set(frame.loc[of_pair == i, "path_ran"]) - set(CONTROLS))
-        for path in groups if paths_too else [None]:
-            train = frame[(of_pair != i) & (family != FAMILIES.get(path or "", path))]
-            test = (of_pair == i) & (
-                ~frame["path_ran"].isin(CONTROLS) if path is None else frame["path_ran"] == path
-            )
-            modelled[test] = predict(frame[test], fit(train, units), units)
+    for own_pair in sorted(set(pair)):
+        for group in _families(frame[pair == own_pair]) if paths_too else [None]:
+            train = frame[(pair != own_pair) & (family != group)]
+            test = (pair == own_pair) & ~frame["path_ran"].isin(CONTROLS)
+            test &= (family == group) | (group is None)
+            held_to = chosen_weight(train, units) if weight is None else weight
+            modelled[test] = predict(frame[test], fit(train, units, weight=held_to), units)
     found = frame.assign(modelled_us=modelled).dropna(subset="modelled_us")
     error = 100 * (found["modelled_us"] - found["p50_us"]) / found["p50_us"]
     return found.assign(error_pct=error).reset_index(drop=True)
@@ -251,9 +275,9 @@ def measured_fusion(frame: pd.DataFrame, widths: Widths, dtype: str = "bf16") ->
 
 PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
 """Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""
-_IN_CACHE = {"gbps": 1e5}
+_NO_MEMORY = {"gbps": 1e5}
 """The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
-again: memory does not bound them, each compute unit's own share does."""
+again: rows of a hot cache, whose bandwidth goes with the compute units, and none of memory's."""
 _FITTED_OP = "HIP"
 """Of the published kernels, the one that is fitted: it is at or near the front on both cards."""
 
@@ -278,7 +302,7 @@ def published_cells() -> pd.DataFrame:
         "p50_us": frame["p50_us"],
         "source": frame["source_url"],
     }
-    same = {"status": "ok", "cache": "cold", "quant": "none", "clock": "graph", "dtype": "bf16"}
+    same = {"status": "ok", "cache": "hot", "quant": "none", "clock": "graph", "dtype": "bf16"}
     # A fused path with no q part is one norm of the kind that all of these are.
     same |= {"layout": "contiguous", "path_ran": "aiter_fused", "path_requested": "aiter_fused"}
     return pd.DataFrame(columns).assign(**same, note="").reset_index(drop=True)
@@ -299,7 +323,9 @@ def score_published() -> pd.DataFrame:
     scored = []
     for hardware, part in cells.groupby("device", sort=True):
         other = cells[(cells["device"] != hardware) & (cells["op"] == _FITTED_OP)]
-        p = fit(other, _units(other["device"].iloc[0]), _IN_CACHE)
+        there = _units(other["device"].iloc[0])
+        p = fit(other, there, _NO_MEMORY, PRIOR_WEIGHTS[0])
+        p["cache_gbps"] *= _units(hardware) / there
         modelled = predict(part, p, _units(hardware))
         error = 100 * (modelled - part["p50_us"]) / part["p50_us"]
         scored.append(part.assign(modelled_us=modelled, error_pct=error))
@@ -315,8 +341,9 @@ def _line(arch: str, device: str, what: str, path: str, name: str, value, unit: 
 
 
 def _unit(name: str) -> str:
-    base = name.split(":")[0]
-    return {"rate": "elements/ns/unit"}.get(base, "us" if base.endswith("_us") else "GB/s")
+    if name.endswith("gbps"):
+        return "GB/s"
+    return "us" if name.endswith("_us") else "elements/ns/thread" if ":" in name else "1"
 
 
 def _parameter_lines(
@@ -342,12 +369,13 @@ def _error_lines(
     ]
 
 
-def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
+def lines_of(frame: pd.DataFrame, source: str, weight: float | None = None) -> list[dict]:
     """Lines of ``data/latency.csv`` for one device's rows: parameters, range, errors.
 
     A path's own error is on width pairs the fit never saw; ``all`` is for a path that was never
     timed: neither the pair nor the path was in the fit. Lines ``seen`` (all paths together, pair
     unseen) and ``unseen`` (each path, pair and path unseen) complete the picture for a reader.
+    ``weight``: as for ``held_out``.
 
     Raises:
         MisuseError: no usable rows, several devices, or one width pair only.
@@ -356,10 +384,11 @@ def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
     arch = archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
     units = units_of(frame)
     device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
-    strict, widths = score(held_out(frame)), score(held_out(frame, paths_too=False))
-    n = int(strict["cells"].iloc[0])
+    strict = score(held_out(frame, weight=weight))
+    widths = score(held_out(frame, paths_too=False, weight=weight))
+    n, weight = int(strict["cells"].iloc[0]), weight or chosen_weight(frame, units)
     return [
-        *_parameter_lines(frame, arch, device, units, source, fit(frame, units)),
+        *_parameter_lines(frame, arch, device, units, source, fit(frame, units, weight=weight)),
         *_error_lines(strict[:1], arch, device, f"{n} cells, width pair and path unseen; {source}"),
         *_error_lines(widths[1:], arch, device, f"width pair unseen; {source}"),
         *_error_lines(widths[:1], arch, device, f"width pair unseen; {source}", "seen"),
@@ -377,7 +406,8 @@ def published_lines(share_of_peak: float) -> list[dict]:
     hardware, (arch, product) = "MI350", PUBLISHED_PRODUCTS["MI350"]
     own = cells[(cells["device"] == hardware) & (cells["op"] == _FITTED_OP)]
     peak_gbps = _known(_card(hardware).hbm_gbps, f"bandwidth of {product}")
-    p = fit(own, _units(hardware), _IN_CACHE) | {"gbps": share_of_peak * peak_gbps}
+    p = fit(own, _units(hardware), _NO_MEMORY, PRIOR_WEIGHTS[0])
+    p["gbps"] = share_of_peak * peak_gbps
     source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
     lines = _parameter_lines(own, arch, product, _units(hardware), source, p)
     scored = score_published()

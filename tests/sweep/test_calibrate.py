@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mlakit import latency
+from mlakit import launches
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.shapes import Widths
@@ -32,16 +32,16 @@ def row(path, m, us, q=1536, k=512, **more):
 
 @pytest.fixture
 def table(monkeypatch):
-    plan = latency.plan
+    plan = launches.plan
     fresh = lambda *a, into_out=True, **k: plan(*a, into_out=False, **k)  # noqa: E731
-    monkeypatch.setattr(latency, "plan", fresh)
+    monkeypatch.setattr(launches, "plan", fresh)
     rows = [row(p, m, us) for p, of in H200.items() for m, us in zip(M, of, strict=True)]
     return calibrate.usable(pd.DataFrame([*rows, row("launch_floor", 1, 0.65)]))
 
 
 TRUTH = calibrate.prior(cpu=False) | {
-    "launch_us": 0.6, "loaded_us": 0.25, "gbps": 4100.0, "chain_us:row": 0.8, "rate:loop": 6.0,
-    "chain_us:gather": 1.4, "rate:gather": 3.0,
+    "launch_us": 0.6, "read_us": 0.6, "gbps": 4100.0, "program_us": 0.4, "crowd": 1.9,
+    "index_us": 1.1,
 }  # fmt: skip
 PAIRS = [(1536, 512), (768, 256), (0, 512)]
 PATHS = ("copy_limit", "triton_fused", "quack_rms_norm", "inductor", "torch_rms_norm")
@@ -59,9 +59,11 @@ def test_fit_finds_its_own_parameters_back(made):
     found = calibrate.fit(made, 132)
     assert found["launch_us"] == pytest.approx(TRUTH["launch_us"])
     assert found["gbps"] == pytest.approx(TRUTH["gbps"], rel=0.02)
-    # The prior pulls a kind that two paths show only in sums.
-    assert found["rate:gather"] == pytest.approx(TRUTH["rate:gather"], rel=0.1)
-    error = calibrate.predict(made, found, 132) / made["p50_us"] - 1
+    # The prior pulls what rows show only in sums; a weak one lets the rows speak.
+    weak = calibrate.fit(made, 132, weight=0.01)
+    assert weak["index_us"] == pytest.approx(TRUTH["index_us"], rel=0.1)
+    assert weak["crowd"] == pytest.approx(TRUTH["crowd"], rel=0.1)
+    error = calibrate.predict(made, weak, 132) / made["p50_us"] - 1
     assert error.abs().max() < 0.02
 
 
@@ -71,7 +73,7 @@ def test_bandwidth_never_exceeds_the_cards_peak(made):
 
 
 def test_held_out_cells_agree_with_the_truth_and_every_cell_is_scored_once(made):
-    cells = calibrate.held_out(made)
+    cells = calibrate.held_out(made, weight=0.1)
     assert len(cells) == len(PAIRS) * (len(PATHS) - 1) * 4
     by_path = cells.groupby("path_ran")["error_pct"].apply(lambda e: e.abs().median())
     # Of the kinds, only quack and the fused kernel share theirs with another path in full.
@@ -81,12 +83,12 @@ def test_held_out_cells_agree_with_the_truth_and_every_cell_is_scored_once(made)
 
 @pytest.mark.parametrize("paths_too", [True, False])
 def test_a_held_out_prediction_never_depends_on_what_it_is_scored_on(made, paths_too):
-    before = calibrate.held_out(made, paths_too=paths_too)
+    before = calibrate.held_out(made, paths_too=paths_too, weight=0.3)
     own = (made["q_lora_rank"] == 768) & (made["path_ran"] != "launch_floor")
     if paths_too:
         own |= made["path_ran"] == "quack_rms_norm"
     wrong = made.assign(p50_us=made["p50_us"] * np.where(own, 7, 1))
-    after = calibrate.held_out(wrong, paths_too=paths_too)
+    after = calibrate.held_out(wrong, paths_too=paths_too, weight=0.3)
     same = (before["q_lora_rank"] == 768) & (before["path_ran"] == "quack_rms_norm")
     np.testing.assert_allclose(before.loc[same, "modelled_us"], after.loc[same, "modelled_us"])
     other = (before["q_lora_rank"] == 0) & (before["path_ran"] == "triton_fused")
@@ -106,7 +108,7 @@ def test_rows_without_a_figure_a_fallback_or_another_clock_are_left_out():
         row("triton_fused", 1, 2.0, cache="hot"),
         row("triton_fused", 1, 2.0, clock="eager"),
         row("torch_native", 1, 2.0, path_requested="triton_fused"),
-        row("dual_stream", 1, 2.0),
+        row("triton_mxfp4", 1, 2.0),
         row("triton_fused", 1, 2.0, quant="mxfp4"),
     ]
     assert calibrate.usable(pd.DataFrame(bad)).empty
@@ -124,8 +126,8 @@ def test_scores_are_counted_by_hand():
 def test_an_h200_table_taken_apart_from_any_sweep_is_met(table):
     """Fitted on all of it: what the model can say at best of five ways to run the step."""
     error = calibrate.predict(table, calibrate.fit(table, 132), 132) / table["p50_us"] - 1
-    assert error.abs().median() < 0.05
-    assert error.abs().quantile(0.9) < 0.20
+    assert error.abs().median() < 0.06
+    assert error.abs().quantile(0.9) < 0.25
 
 
 def test_a_path_the_fit_never_saw_is_met_where_its_kind_was_seen(table):
@@ -177,23 +179,29 @@ def h200():
 
 
 def test_the_target_is_met_on_recorded_h200_pairs_that_no_fit_saw(h200):
-    found = calibrate.score(calibrate.held_out(h200[1], paths_too=False)).iloc[0]
+    found = calibrate.score(calibrate.held_out(h200[1], paths_too=False, weight=1.0)).iloc[0]
     assert found["cells"] > 300
     assert found["median_pct"] <= 10
     assert found["p90_pct"] <= 25
 
 
-def test_the_fused_path_is_met_unseen_and_libraries_are_off_by_what_the_page_says(h200):
-    found = calibrate.score(calibrate.held_out(h200[1])).set_index("path_ran")
-    assert found.loc["triton_fused", "median_pct"] <= 10
-    assert found.loc["triton_fused", "p90_pct"] <= 25
-    # Not the target: nothing says how well a library's kernel uses the card until it is timed.
-    assert 10 < found.loc["all", "median_pct"] <= 25
-    assert found.loc["all", "p90_pct"] <= 40
+def test_pairs_and_paths_that_no_fit_saw_are_met_as_the_page_says(h200):
+    found = calibrate.score(calibrate.held_out(h200[1], weight=1.0)).set_index("path_ran")
+    assert found.loc["all", "median_pct"] <= 10
+    assert found.loc["all", "p90_pct"] <= 25
+    assert (found["median_pct"] <= 15).all()
+
+
+def test_the_weight_of_the_prior_is_chosen_on_the_fits_own_rows(made):
+    assert calibrate.chosen_weight(made[made["path_ran"] == "inductor"], 132) == 0.1
+    units = 132
+    best = calibrate.chosen_weight(made, units)
+    assert best == 0.1  # rows that the model itself made need no prior
 
 
 def test_the_committed_table_is_what_the_recorded_rows_give(h200):
-    again = calibrate.lines_of(h200[1], f"data/recorded/{h200[0]}")
+    # Nested choice gives this weight to every fit.
+    again = calibrate.lines_of(h200[1], f"data/recorded/{h200[0]}", weight=1.0)
     with open(data_dir() / "latency.csv", newline="", encoding="utf-8") as file:
         kept = {
             (r["what"], r["path"], r["name"]): float(r["value"])
