@@ -2,10 +2,12 @@
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 import types
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -167,35 +169,76 @@ def test_without_aiter_the_batched_product_is_refused():
         engines.aiter_batched_a8w8(*(torch.zeros(1),) * 3)
 
 
-@pytest.mark.upstream
-def test_sglangs_own_call_sites_fit(tmp_path):
-    """Every call of the dual norm in SGLang's released module binds to a drop-in's signature."""
+def fetch(package, folder):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
-        [*command, "--timeout", "20", "--retries", "1", "-d", tmp_path, "sglang==0.5.15"],
+        [*command, "--timeout", "20", "--retries", "1", "-d", folder, package],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
-        pytest.skip(f"no package index offers sglang 0.5.15 here: {last[:150]}")
-    folder = "sglang/srt/models/deepseek_common/attention_forward_methods/"
+        pytest.skip(f"no package index offers {package} here: {last[:150]}")
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def bind_calls(source, drop_ins):
+    """Bind every call of a named function in ``source`` to its drop-in; which were called."""
     seen = set()
-    with zipfile.ZipFile(next(tmp_path.glob("sglang-*.whl"))) as wheel:
-        for name in wheel.namelist():
-            if not name.startswith(folder) or not name.endswith(".py"):
-                continue
-            for node in ast.walk(ast.parse(wheel.read(name))):
-                if not isinstance(node, ast.Call):
-                    continue
-                called = ast.unparse(node.func)
-                if called in ("fused_qk_rmsnorm_bf16", "_aiter_fused_qk_rmsnorm_unified"):
-                    drop_in = (
-                        engines.fused_qk_rmsnorm_unified
-                        if "unified" in called
-                        else engines.fused_qk_rmsnorm_pair
-                    )
-                    keywords = {k.arg: None for k in node.keywords}
-                    inspect.signature(drop_in).bind(*(None for _ in node.args), **keywords)
-                    seen.add(called)
-    assert "fused_qk_rmsnorm_bf16" in seen
-    assert len(seen) == 2
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in drop_ins:
+            keywords = {k.arg: None for k in node.keywords}
+            drop_in = drop_ins[ast.unparse(node.func)]
+            inspect.signature(drop_in).bind(*(None for _ in node.args), **keywords)
+            seen.add(ast.unparse(node.func))
+    return seen
+
+
+def lines_to_change(heading):
+    """The lines that docs/engines.md tells to replace, under one of its headings."""
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    part = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [x[1:].strip() for x in part.splitlines() if x.startswith("-")]
+
+
+@pytest.mark.upstream
+def test_sglangs_own_call_sites_fit(tmp_path):
+    """Every call of the dual norm in SGLang's released module binds to a drop-in's signature."""
+    folder = "sglang/srt/models/deepseek_common/attention_forward_methods/"
+    wheel = fetch("sglang==0.5.15", tmp_path)
+    names = [n for n in wheel.namelist() if n.startswith(folder) and n.endswith(".py")]
+    source = [wheel.read(n).decode() for n in names]
+    drop_ins = {
+        "fused_qk_rmsnorm_bf16": engines.fused_qk_rmsnorm_pair,
+        "_aiter_fused_qk_rmsnorm_unified": engines.fused_qk_rmsnorm_unified,
+    }
+    assert set().union(*(bind_calls(s, drop_ins) for s in source)) == set(drop_ins)
+    lines = lines_to_change("SGLang")
+    assert len(lines) == 3
+    assert all(any(line in s for s in source) for line in lines)
+
+
+@pytest.mark.upstream
+def test_vllms_own_call_site_fits():
+    wheel = os.environ.get("MLAKIT_VLLM_WHEEL")
+    if wheel is None:
+        pytest.skip("vLLM's wheel is 336 MB: name one of 0.33.0 in MLAKIT_VLLM_WHEEL")
+    source = zipfile.ZipFile(wheel).read("vllm/_aiter_ops.py").decode()
+    drop_ins = {"_fused_qk_rmsnorm": engines.fused_qk_rmsnorm_private}
+    assert bind_calls(source, drop_ins) == set(drop_ins)
+    (line,) = lines_to_change("vLLM")
+    assert source.count(line) == 1
+
+
+@pytest.mark.upstream
+def test_aiters_own_batched_product_takes_the_adapters_arguments(tmp_path):
+    """The index's AITER is older than the dual norm, but has this kernel."""
+    wheel = fetch("amd-aiter==0.1.7.post2.dev18", tmp_path)
+    source = wheel.read(f"aiter/ops/triton/{engines.BATCHED}.py")
+    made = next(
+        n for n in ast.parse(source).body
+        if isinstance(n, ast.FunctionDef) and n.name == engines.BATCHED
+    )  # fmt: skip
+    names = [a.arg for a in made.args.args]
+    assert names[:3] == ["X", "WQ", "w_scale"]
+    assert {"group_size", "dtype"} <= set(names)
+    assert len(made.args.defaults) == len(names) - 3
