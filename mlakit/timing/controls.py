@@ -1,5 +1,7 @@
 """The controls of a cell: the empty call, the same-traffic copy, and the device's plain copy."""
 
+# Triton compiles some of these functions: it knows no tuple unpacking.
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import time
@@ -19,8 +21,20 @@ try:
 except ImportError:
     triton = None
 
-COPY_CONFIGS = tuple((rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8))
-"""(rows per program, warps) tried for the same-traffic copy; the fastest is the limit"""
+COPY_CONFIGS = (
+    (4, 4, 1),
+    (4, 4, 2),
+    (4, 4, 4),
+    (4, 2, 1),
+    (2, 2, 2),
+    (1, 1, 1),
+    (8, 8, 1),
+    (8, 8, 2),
+)
+"""(warps a program, warps a row of q, of kv) tried for the same-traffic copy; the fastest is the
+limit. Each of them was the fastest at some M on an H200."""
+EARLY = ("", "after", "before")
+"""launched after the kernel ahead of it; early, releasing the next one after its wait or before"""
 _PICK_US = 100.0
 """what one sample of a candidate lasts"""
 
@@ -31,59 +45,71 @@ if triton is not None:
         return
 
     @triton.jit
-    def _copy_part(x_ptr, w_ptr, y_ptr, rows, m, x_stride, N: tl.constexpr, CHUNK: tl.constexpr):
-        for start in range(0, N, CHUNK):
-            columns = start + tl.arange(0, CHUNK)
-            inside = columns < N
-            mask = (rows < m)[:, None] & inside[None, :]
-            x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask)
-            w = tl.load(w_ptr + columns, mask=inside)
+    def _copy_part(
+        x, w, y, first_row, m, x_stride,
+        N: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
+        EVICT: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        CHUNK: tl.constexpr = WARPS * 32 * VEC
+        rows = first_row + tl.arange(0, ROWS)[:, None]
+        here = rows < m
+        columns = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, CHUNK)[None, :]
+        source = x + rows.to(tl.int64) * x_stride
+        target = y + rows.to(tl.int64) * N
+        if EARLY != "":
+            gdc_wait()
+        if EARLY == "after":
+            gdc_launch_dependents()
+        held = ()
+        weights = ()
+        for start in tl.static_range(0, N, CHUNK):
+            at = columns + start
+            inside = here & (at < N) if start + CHUNK > N else here
+            held = held + (tl.load(source + at, mask=inside, other=0.0, eviction_policy=EVICT),)
+            weights = weights + (tl.load(w + at, mask=at < N, other=0.0),)
+        for i in tl.static_range(len(held)):
+            at = columns + i * CHUNK
             # The weights are part of the traffic; this is the cheapest way to need them.
-            x = tl.where((w == w)[None, :], x, tl.zeros_like(x))
-            tl.store(y_ptr + rows[:, None] * N + columns[None, :], x, mask=mask)
+            value = tl.where(weights[i] == weights[i], held[i], 0.0)
+            tl.store(target + at, value, mask=here & (at < N) if i * CHUNK + CHUNK > N else here)
 
     @triton.jit(do_not_specialize=["m"])  # one build serves every M
     def _copy_kernel(
-        q_ptr,
-        qw_ptr,
-        k_ptr,
-        kw_ptr,
-        qo_ptr,
-        ko_ptr,
-        m,
-        q_stride,
-        k_stride,
-        NQ: tl.constexpr,
-        NK: tl.constexpr,
-        CQ: tl.constexpr,
-        CK: tl.constexpr,
-        ROWS: tl.constexpr,
-        PDL: tl.constexpr,
-    ):
-        if PDL:
-            gdc_wait()
+        q, qw, k, kw, qo, ko, m, q_stride, k_stride,
+        NQ: tl.constexpr, NK: tl.constexpr, WARPS: tl.constexpr, Q_WARPS: tl.constexpr,
+        K_WARPS: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
+        if EARLY == "before":
             gdc_launch_dependents()
-        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        if tl.program_id(1) == 0:
-            _copy_part(k_ptr, kw_ptr, ko_ptr, rows, m, k_stride, NK, CK)
-        else:
-            _copy_part(q_ptr, qw_ptr, qo_ptr, rows, m, q_stride, NQ, CQ)
+        K_ROWS: tl.constexpr = WARPS // K_WARPS
+        Q_ROWS: tl.constexpr = WARPS // Q_WARPS
+        program = tl.program_id(0)
+        k_programs = (m + K_ROWS - 1) // K_ROWS
+        if program < k_programs:
+            _copy_part(
+                k, kw, ko, program * K_ROWS, m, k_stride, NK, K_WARPS, K_ROWS, VEC, EVICT, EARLY
+            )
+        elif NQ > 0:
+            _copy_part(
+                q, qw, qo, (program - k_programs) * Q_ROWS, m, q_stride,
+                NQ, Q_WARPS, Q_ROWS, VEC, EVICT, EARLY,
+            )  # fmt: skip
 
 
-def _chunk(n: int) -> int:
-    return min(4096, triton.next_power_of_2(max(n, 1)))
-
-
-def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, warps=4, pdl=False):
+def copy_triton(
+    q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, warps=(4, 4, 1), early=""
+):  # fmt: skip
     """The step's traffic and none of its arithmetic, in one launch. Shapes as a path's call.
 
-    ``pdl``: launched before the kernel ahead of it has ended (NVIDIA, from sm_90 on), as
-    ``triton_fused`` is at small M: back to back, such launches overlap.
+    ``warps``: of ``COPY_CONFIGS``. ``early``: of ``EARLY``; launched before the kernel ahead of it
+    has ended (NVIDIA, from sm_90 on), as ``triton_fused`` is at small M: back to back, such
+    launches overlap.
     """
     q_out, k_out = out or (_fresh(q), _fresh(k))
     m, nq, nk = k.shape[0], q.shape[1], k.shape[1]
-    grid = (triton.cdiv(m, rows), 2 if nq else 1)
-    _copy_kernel[grid](
+    warps, q_warps, k_warps = warps
+    grid = triton.cdiv(m, warps // k_warps) + (triton.cdiv(m, warps // q_warps) if nq else 0)
+    _copy_kernel[(grid,)](
         q,
         q_weight,
         k,
@@ -95,12 +121,14 @@ def copy_triton(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, rows=1, war
         k.stride(0),
         NQ=nq,
         NK=nk,
-        CQ=_chunk(nq),
-        CK=_chunk(nk),
-        ROWS=rows,
-        PDL=pdl,
+        WARPS=warps,
+        Q_WARPS=q_warps,
+        K_WARPS=k_warps,
+        VEC=16 // k.element_size(),
+        EVICT="evict_first" if m <= 1024 else "",
+        EARLY=early,
         num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if early else {}),
     )
     return q_out, k_out
 
@@ -145,9 +173,9 @@ def copy_calls(device: str) -> Iterator[tuple[str, bool, Callable]]:
     yield "torch", False, copy_torch
     if device != "cpu" and triton is not None:
         overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-        for (rows, warps), pdl in product(COPY_CONFIGS, (False, True) if overlaps else (False,)):
-            name = f"triton rows={rows} warps={warps}{' pdl' if pdl else ''}"
-            yield name, pdl, partial(copy_triton, rows=rows, warps=warps, pdl=pdl)
+        for warps, early in product(COPY_CONFIGS, EARLY if overlaps else EARLY[:1]):
+            name = f"triton warps={'/'.join(map(str, warps))}{early and f' pdl {early}'}"
+            yield name, bool(early), partial(copy_triton, warps=warps, early=early)
 
 
 def best_copies(
