@@ -135,11 +135,18 @@ def _path_rows(
                 )
             )
             continue
-        parts = (("q", q_out, given.q, given.q_weight), ("k", k_out, given.k, given.k_weight))
-        for output, got, x, weight in parts:
-            if x.shape[-1]:
-                found = _judge(path, output, got, x[judged], weight, cell, judged)
-                rows.append(_row(base, path.name, input_family=family, output=output, **found))
+        rows += _output_rows(base, path, cell, given, (q_out, k_out), judged, input_family=family)
+    return rows
+
+
+def _output_rows(base, path, cell: Cell, given: Inputs, outputs, judged, **more) -> list[dict]:
+    """A row for each of the two outputs that has a width; ``more`` overrides what is found."""
+    rows = []
+    parts = (("q", outputs[0], given.q, given.q_weight), ("k", outputs[1], given.k, given.k_weight))
+    for output, got, x, weight in parts:
+        if x.shape[-1]:
+            found = _judge(path, output, got, x[judged], weight, cell, judged) | more
+            rows.append(_row(base, path.name, output=output, **found))
     return rows
 
 
@@ -210,34 +217,27 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     """
     if archs.vendor_of(cell.arch) != "amd" or cell.arch.startswith(("gfx10", "gfx11")):
         return []
-    rounding = registry.get("aiter_fused").rounding_on(cell.arch, cell.dtype)
-    base = _identity(cell, None) | {"evidence": "emulated", "source": AITER_SOURCE}
+    path = registry.get("aiter_fused")
+    rounding = path.rounding_on(cell.arch, cell.dtype)
+    base = _identity(cell, None) | {"source": AITER_SOURCE}
     small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
+    note = f"by a rounding formula ({rounding}), not run on {cell.arch}"
     rows = []
     for family in families:
-        given, _ = _inputs(small, family, "cpu")
-        for output, x, weight in (("q", given.q, given.q_weight), ("k", given.k, given.k_weight)):
-            if not x.shape[-1]:
-                continue
-            got = ROUNDINGS[rounding].formula(x, weight, cell.eps).to(TORCH_DTYPES[cell.dtype])
-            drift = compare(got, oracle(x, weight, cell.eps))
-            rows.append(
-                _row(
-                    base,
-                    "aiter_fused",
-                    path_ran="aiter_fused",
-                    status="ok",
-                    reason=f"no {cell.arch} here: emulated",
-                    rounding=rounding,
-                    reference="float64",
-                    input_family=family,
-                    output=output,
-                    flags=_flags(drift),
-                    note=f"by a rounding formula ({rounding}), not run on {cell.arch}",
-                    **drift.figures(),
-                )
-            )
+        given, judged = _inputs(small, family, "cpu")
+        formula, kind = ROUNDINGS[rounding].formula, TORCH_DTYPES[cell.dtype]
+        q_out, k_out = (
+            formula(x, weight, cell.eps).to(kind) if x.shape[-1] else x
+            for x, weight in ((given.q, given.q_weight), (given.k, given.k_weight))
+        )
+        more = _not_here(cell, family, note)
+        rows += _output_rows(base, path, small, given, (q_out, k_out), judged, **more)
     return rows
+
+
+def _not_here(cell: Cell, family: str, note: str) -> dict:
+    reason = f"no {cell.arch} here: emulated"
+    return {"evidence": "emulated", "reason": reason, "note": note, "input_family": family}
 
 
 def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict]:
@@ -255,7 +255,8 @@ def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     if why or cell.arch not in execute.ARCHS:
         why = why or f"no emulator for {cell.arch}"
         return [_row(base, "triton_fused", status="skipped", reason=f"not emulated: {why}")]
-    small = replace(cell, m=min(cell.m, EXECUTED_ROWS))
+    path, small = registry.get("triton_fused"), replace(cell, m=min(cell.m, EXECUTED_ROWS))
+    note = f"by executing {cell.arch} machine code on numpy, M = {small.m}"
     compiled = None
     rows: list[dict] = []
     for family in families:
@@ -265,11 +266,6 @@ def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
         except (EmulationError, MisuseError) as error:
             return [*rows, _row(base, "triton_fused", status="failed", reason=one_line(error))]
         compiled = done.compiled
-        parts = (("q", done.q, given.q, given.q_weight), ("k", done.k, given.k, given.k_weight))
-        for output, got, x, weight in parts:
-            if x.shape[-1]:
-                found = _judge(registry.get("triton_fused"), output, got, x, weight, small, judged)
-                found |= {"note": f"by executing {cell.arch} machine code on numpy, M = {small.m}"}
-                found |= {"reason": f"no {cell.arch} here: emulated", "evidence": "emulated"}
-                rows.append(_row(base, "triton_fused", input_family=family, output=output, **found))
+        more = _not_here(cell, family, note)
+        rows += _output_rows(base, path, small, given, (done.q, done.k), judged, **more)
     return rows

@@ -36,15 +36,19 @@ def _torch() -> Norm:
     return lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)
 
 
-def _transformers(module: str, name: str) -> Norm:
-    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+def _transformers(module: str, name: str) -> Callable[[], Norm]:
+    def load() -> Norm:
+        path = f"transformers.models.{module}.modeling_{module}"
+        kind = getattr(importlib.import_module(path), name)
 
-    def norm(x, weight, eps):
-        layer = kind(x.shape[-1], eps=eps)
-        layer.weight.data = weight
-        return layer(x)
+        def norm(x, weight, eps):
+            layer = kind(x.shape[-1], eps=eps)
+            layer.weight.data = weight
+            return layer(x)
 
-    return norm
+        return norm
+
+    return load
 
 
 def _liger(mode: str, offset: float = 0.0) -> Norm:
@@ -84,56 +88,35 @@ def _triton(fusion: bool) -> Norm:
 
 
 _HF = "github.com/huggingface/transformers 5.24.0"
+_INDUCTOR = "torch._inductor.config.emulate_precision_casts"
 _LIGER = "github.com/linkedin/Liger-Kernel src/liger_kernel/ops/rms_norm.py"
+_CAST, _ONCE = "cast_then_weight", "round_once"
 # Triton's tl.sum stays in bf16; a bf16 divided by an int is float32, and so is all that follows
 _LIGER_NONE = "running_sum"
 
+_ANYWHERE = (
+    ("torch F.rms_norm", _torch, _ONCE, "ATen layer_norm.cpp"),
+    ("transformers Llama", _transformers("llama", "LlamaRMSNorm"), _CAST, _HF),
+    ("transformers DeepseekV3", _transformers("deepseek_v3", "DeepseekV3RMSNorm"), _CAST, _HF),
+    ("transformers Gemma", _transformers("gemma", "GemmaRMSNorm"), "gemma", _HF),
+)
+_COMPILED = (
+    ("inductor, Hugging Face order", partial(_inductor, False), "", _INDUCTOR),
+    ("inductor, casts emulated", partial(_inductor, True), _CAST, _INDUCTOR),
+)
+_ON_A_GPU = (
+    ("Triton, FP fusion", partial(_triton, True), _ONCE, ""),
+    ("Triton, no FP fusion", partial(_triton, False), _ONCE, ""),
+    ("Liger llama", partial(_liger, "llama"), _CAST, _LIGER),
+    ("Liger gemma", partial(_liger, "gemma", 1.0), "gemma", _LIGER),
+    ("Liger none", partial(_liger, "none"), _LIGER_NONE, _LIGER),
+    ("QuACK", _quack, _ONCE, "github.com/Dao-AILab/quack quack/rmsnorm.py"),
+    ("FlashInfer", _flashinfer, _ONCE, "github.com/flashinfer-ai/flashinfer norm.cuh"),
+)
 IMPLEMENTATIONS = (
-    Implementation("torch F.rms_norm", _torch, "round_once", "ATen layer_norm.cpp"),
-    Implementation(
-        "transformers Llama",
-        partial(_transformers, "llama", "LlamaRMSNorm"),
-        "cast_then_weight",
-        _HF,
-    ),
-    Implementation(
-        "transformers DeepseekV3",
-        partial(_transformers, "deepseek_v3", "DeepseekV3RMSNorm"),
-        "cast_then_weight",
-        _HF,
-    ),
-    Implementation(
-        "transformers Gemma", partial(_transformers, "gemma", "GemmaRMSNorm"), "gemma", _HF
-    ),
-    Implementation(
-        "inductor, Hugging Face order",
-        partial(_inductor, False),
-        "",
-        "torch._inductor.config",
-        compiler=True,
-    ),
-    Implementation(
-        "inductor, casts emulated",
-        partial(_inductor, True),
-        "cast_then_weight",
-        "torch._inductor.config.emulate_precision_casts",
-        compiler=True,
-    ),
-    Implementation("Triton, FP fusion", partial(_triton, True), "round_once", "", True),
-    Implementation("Triton, no FP fusion", partial(_triton, False), "round_once", "", True),
-    Implementation("Liger llama", partial(_liger, "llama"), "cast_then_weight", _LIGER, True),
-    Implementation("Liger gemma", partial(_liger, "gemma", 1.0), "gemma", _LIGER, True),
-    Implementation("Liger none", partial(_liger, "none"), _LIGER_NONE, _LIGER, True),
-    Implementation(
-        "QuACK", _quack, "round_once", "github.com/Dao-AILab/quack quack/rmsnorm.py", True
-    ),
-    Implementation(
-        "FlashInfer",
-        _flashinfer,
-        "round_once",
-        "github.com/flashinfer-ai/flashinfer norm.cuh",
-        True,
-    ),
+    *(Implementation(*row) for row in _ANYWHERE),
+    *(Implementation(*row, compiler=True) for row in _COMPILED),
+    *(Implementation(*row, gpu_only=True) for row in _ON_A_GPU),
 )
 """``reads_as`` is empty where the source leaves it to the compiler."""
 
