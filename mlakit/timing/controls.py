@@ -1,12 +1,11 @@
 """The controls of a cell: the empty call, the same-traffic copy, and the device's plain copy."""
 
-# Triton compiles some of these functions: it knows no tuple unpacking.
-# ruff: noqa: RUF005
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import product
 
 import torch
@@ -14,13 +13,7 @@ import torch
 from mlakit.timing import clock
 from mlakit.timing.buffers import Ring, slots_for
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:
-    triton = None
-
+_HAS_TRITON = find_spec("triton") is not None
 COPY_CONFIGS = (
     (4, 4, 1),
     (4, 4, 2),
@@ -38,63 +31,6 @@ EARLY = ("", "after", "before")
 _PICK_US = 100.0
 """what one sample of a candidate lasts"""
 
-if triton is not None:
-
-    @triton.jit
-    def _empty_kernel():
-        return
-
-    @triton.jit
-    def _copy_part(
-        x, w, y, first_row, m, x_stride,
-        N: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr,
-        EVICT: tl.constexpr, EARLY: tl.constexpr,
-    ):  # fmt: skip
-        CHUNK: tl.constexpr = WARPS * 32 * VEC
-        rows = first_row + tl.arange(0, ROWS)[:, None]
-        here = rows < m
-        columns = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, CHUNK)[None, :]
-        source = x + rows.to(tl.int64) * x_stride
-        target = y + rows.to(tl.int64) * N
-        if EARLY != "":
-            gdc_wait()
-        if EARLY == "after":
-            gdc_launch_dependents()
-        held = ()
-        weights = ()
-        for start in tl.static_range(0, N, CHUNK):
-            at = columns + start
-            inside = here & (at < N) if start + CHUNK > N else here
-            held = held + (tl.load(source + at, mask=inside, other=0.0, eviction_policy=EVICT),)
-            weights = weights + (tl.load(w + at, mask=at < N, other=0.0),)
-        for i in tl.static_range(len(held)):
-            at = columns + i * CHUNK
-            # The weights are part of the traffic; this is the cheapest way to need them.
-            value = tl.where(weights[i] == weights[i], held[i], 0.0)
-            tl.store(target + at, value, mask=here & (at < N) if i * CHUNK + CHUNK > N else here)
-
-    @triton.jit(do_not_specialize=["m"])  # one build serves every M
-    def _copy_kernel(
-        q, qw, k, kw, qo, ko, m, q_stride, k_stride,
-        NQ: tl.constexpr, NK: tl.constexpr, WARPS: tl.constexpr, Q_WARPS: tl.constexpr,
-        K_WARPS: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr, EARLY: tl.constexpr,
-    ):  # fmt: skip
-        if EARLY == "before":
-            gdc_launch_dependents()
-        K_ROWS: tl.constexpr = WARPS // K_WARPS
-        Q_ROWS: tl.constexpr = WARPS // Q_WARPS
-        program = tl.program_id(0)
-        k_programs = (m + K_ROWS - 1) // K_ROWS
-        if program < k_programs:
-            _copy_part(
-                k, kw, ko, program * K_ROWS, m, k_stride, NK, K_WARPS, K_ROWS, VEC, EVICT, EARLY
-            )
-        elif NQ > 0:
-            _copy_part(
-                q, qw, qo, (program - k_programs) * Q_ROWS, m, q_stride,
-                NQ, Q_WARPS, Q_ROWS, VEC, EVICT, EARLY,
-            )  # fmt: skip
-
 
 def copy_triton(
     q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, warps=(4, 4, 1), early=""
@@ -105,11 +41,13 @@ def copy_triton(
     has ended (NVIDIA, from sm_90 on), as ``triton_fused`` is at small M: back to back, such
     launches overlap.
     """
+    from mlakit.paths.triton_copy_kernels import copy_kernel
+
     q_out, k_out = out or (_fresh(q), _fresh(k))
     m, nq, nk = k.shape[0], q.shape[1], k.shape[1]
-    warps, q_warps, k_warps = warps
-    grid = triton.cdiv(m, warps // k_warps) + (triton.cdiv(m, warps // q_warps) if nq else 0)
-    _copy_kernel[(grid,)](
+    num_warps, q_warps, k_warps = warps
+    grid = -(-m // (num_warps // k_warps)) + (-(-m // (num_warps // q_warps)) if nq else 0)
+    copy_kernel[(grid,)](
         q,
         q_weight,
         k,
@@ -121,13 +59,13 @@ def copy_triton(
         k.stride(0),
         NQ=nq,
         NK=nk,
-        WARPS=warps,
+        WARPS=num_warps,
         Q_WARPS=q_warps,
         K_WARPS=k_warps,
         VEC=16 // k.element_size(),
         EVICT="evict_first" if m <= 1024 else "",
         EARLY=early,
-        num_warps=warps,
+        num_warps=num_warps,
         **({"launch_pdl": True} if early else {}),
     )
     return q_out, k_out
@@ -150,7 +88,9 @@ def empty_python(*args, out=None):
 
 def empty_triton(*args, out=None):
     """An empty Triton kernel."""
-    _empty_kernel[(1,)](num_warps=1)
+    from mlakit.paths.triton_copy_kernels import empty_kernel
+
+    empty_kernel[(1,)](num_warps=1)
     return None
 
 
@@ -162,7 +102,7 @@ def floor_call(clock_name: str, device: str) -> Callable:
     """
     if device == "cpu":
         return empty_python
-    if triton is not None and clock_name != "eager":
+    if _HAS_TRITON and clock_name != "eager":
         return empty_triton
     one = torch.zeros(1, device=device)
     return lambda *args, out=None: one.zero_()
@@ -171,7 +111,7 @@ def floor_call(clock_name: str, device: str) -> Callable:
 def copy_calls(device: str) -> Iterator[tuple[str, bool, Callable]]:
     """The candidates for the same-traffic copy: (configuration, launches overlap, call)."""
     yield "torch", False, copy_torch
-    if device != "cpu" and triton is not None:
+    if device != "cpu" and _HAS_TRITON:
         overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
         for warps, early in product(COPY_CONFIGS, EARLY if overlaps else EARLY[:1]):
             name = f"triton warps={'/'.join(map(str, warps))}{early and f' pdl {early}'}"

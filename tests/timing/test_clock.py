@@ -107,10 +107,10 @@ from mlakit.timing import controls
 for m, nq, nk in ((1, 20, 12), (5, 48, 7), (9, 0, 16), (3, 5000, 130)):
     buffer = torch.randn(m, nq + nk + 4).bfloat16()
     q, k = buffer[:, :nq], buffer[:, nq:nq + nk]
-    for rows, warps in controls.COPY_CONFIGS[::3]:
+    for warps in controls.COPY_CONFIGS[::3]:
         args = q, torch.ones(nq), 0, k, torch.ones(nk), 0
-        out = controls.copy_triton(*args, rows=rows, warps=warps)
-        assert torch.equal(out[0], q) and torch.equal(out[1], k), (m, nq, nk, rows)
+        out = controls.copy_triton(*args, warps=warps)
+        assert torch.equal(out[0], q) and torch.equal(out[1], k), (m, nq, nk, warps)
         assert out[0].is_contiguous() and out[1].is_contiguous()
 controls.empty_triton()
 """
