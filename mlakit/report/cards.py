@@ -199,7 +199,7 @@ def errors() -> pd.DataFrame:
 
 def against_published(arch: str) -> pd.DataFrame:
     """Published single norms of an AMD arch beside the model's figures; empty where none are."""
-    from mlakit.sweep.calibrate import score_published
+    from mlakit.sweep.published import score_published
 
     scored = score_published()
     columns = "device op kv_lora_rank m p50_us modelled_us error_pct source".split()

@@ -7,7 +7,6 @@ absolute, in percent of the measured median. ``write`` puts parameters and error
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,8 +20,6 @@ from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS
 from mlakit.shapes import Widths
-
-COLUMNS = "arch device what path name value unit source".split()
 
 _PRIOR = {
     "gpu": {
@@ -70,10 +67,10 @@ def units_of(frame: pd.DataFrame) -> int:
     if arch == "cpu":
         threads = re.search(r"torch threads (\d+)", " ".join(frame["note"].dropna()))
         return int(threads.group(1)) if threads else 1
-    return _known(product_of(arch, devices[0]).compute_units, f"compute units of {devices[0]}")
+    return known(product_of(arch, devices[0]).compute_units, f"compute units of {devices[0]}")
 
 
-def _known(value, what: str):
+def known(value, what: str):
     """``value``, which ``data/archs.csv`` must have."""
     if value is None:
         raise MisuseError(f"data/archs.csv has no {what}: add it, with its source")
@@ -158,7 +155,7 @@ def fit(
     most = np.full(len(names), np.inf)
     if "gbps" in names and not cpu:
         product = product_of(archs.base_name(frame["arch"].iloc[0]), frame["device"].iloc[0])
-        start["gbps"] = 0.85 * _known(product.hbm_gbps, f"bandwidth of {product.product}")
+        start["gbps"] = 0.85 * known(product.hbm_gbps, f"bandwidth of {product.product}")
         most[names.index("gbps")] = np.log(1 / 0.85)
     design, truth = _Design(rest), np.log(rest["p50_us"].to_numpy(float))
     cells = rest.groupby("path_ran")["p50_us"].transform("size").to_numpy()
@@ -271,101 +268,39 @@ def measured_fusion(frame: pd.DataFrame, widths: Widths, dtype: str = "bf16") ->
     return pd.DataFrame(found)
 
 
-# ---- published figures of cards that nobody here has
-
-PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
-"""Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""
-_NO_MEMORY = {"gbps": 1e5}
-"""The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
-again: rows of a hot cache, whose bandwidth goes with the compute units, and none of memory's."""
-_FITTED_OP = "HIP"
-"""Of the published kernels, the one that is fitted: it is at or near the front on both cards."""
-
-
-def published_cells() -> pd.DataFrame:
-    """Every published kernel time of an AMD card with rows, one width and a number: as timing rows.
-
-    All are single norms by profilers of others, cache state not stated; ``op`` names the kernel.
-    """
-    frame = pd.read_csv(data_dir() / "published.csv")
-    frame = frame[(frame["metric"] == "kernel_time") & frame["hardware"].isin(PUBLISHED_PRODUCTS)]
-    m, us = (pd.to_numeric(frame[c], errors="coerce") for c in ("m", "value"))
-    width = frame["n_q"].fillna(frame["n_kv"])
-    frame = frame.assign(m=m, p50_us=us, width=width).dropna(subset=["m", "p50_us", "width"])
-    columns = {
-        "arch": frame["hardware"].map(lambda h: PUBLISHED_PRODUCTS[h][0]),
-        "device": frame["hardware"],
-        "op": frame["op"].str.replace("single RMSNorm, ", "", regex=False),
-        "q_lora_rank": 0,
-        "kv_lora_rank": frame["width"].astype(int),
-        "m": frame["m"].astype(int),
-        "p50_us": frame["p50_us"],
-        "source": frame["source_url"],
-    }
-    same = {"status": "ok", "cache": "hot", "quant": "none", "clock": "graph", "dtype": "bf16"}
-    # A fused path with no q part is one norm of the kind that all of these are.
-    same |= {"layout": "contiguous", "path_ran": "aiter_fused", "path_requested": "aiter_fused"}
-    return pd.DataFrame(columns).assign(**same, note="").reset_index(drop=True)
-
-
-def _card(hardware: str) -> archs.Arch:
-    product = PUBLISHED_PRODUCTS[hardware][1]
-    return next(p for p in archs.products() if p.product == product)
-
-
-def _units(hardware: str) -> int:
-    return _known(_card(hardware).compute_units, f"compute units of {hardware}")
-
-
-def score_published() -> pd.DataFrame:
-    """``published_cells`` with ``modelled_us`` and ``error_pct``: each card by the other's fit."""
-    cells = published_cells()
-    scored = []
-    for hardware, part in cells.groupby("device", sort=True):
-        other = cells[(cells["device"] != hardware) & (cells["op"] == _FITTED_OP)]
-        there = _units(other["device"].iloc[0])
-        p = fit(other, there, _NO_MEMORY, PRIOR_WEIGHTS[0])
-        p["cache_gbps"] *= _units(hardware) / there
-        modelled = predict(part, p, _units(hardware))
-        error = 100 * (modelled - part["p50_us"]) / part["p50_us"]
-        scored.append(part.assign(modelled_us=modelled, error_pct=error))
-    return pd.concat(scored, ignore_index=True)
-
-
 # ---- data/latency.csv
 
 
-def _line(arch: str, device: str, what: str, path: str, name: str, value, unit: str, source: str):
-    shown = value if isinstance(value, int) else f"{value:.5g}"
-    return dict(zip(COLUMNS, (arch, device, what, path, name, shown, unit, source), strict=True))
+def lines(arch: str, device: str, what: str, source: str, values: Mapping, path: str = ""):
+    """Lines of ``data/latency.csv``, one a value."""
 
+    def unit(name: str) -> str:
+        ends = {"gbps": "GB/s", "_us": "us", "_pct": "%"}
+        found = next((u for end, u in ends.items() if name.split(":")[0].endswith(end)), "1")
+        return "elements/ns/thread" if name[:5] == "rate:" else found
 
-def _unit(name: str) -> str:
-    if name.endswith("gbps"):
-        return "GB/s"
-    return "us" if name.endswith("_us") else "elements/ns/thread" if ":" in name else "1"
-
-
-def _parameter_lines(
-    frame: pd.DataFrame, arch: str, device: str, units: int, source: str, p: dict[str, float]
-) -> list[dict]:
-    lines = [_line(arch, device, "parameter", "", n, v, _unit(n), source) for n, v in p.items()]
-    widths = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
-    ranges = {"units": units, "m_from": frame["m"].min(), "m_to": frame["m"].max()}
-    ranges |= {"width_from": widths.min(), "width_to": widths.max()}
-    lines += [
-        _line(arch, device, "parameter", "", n, int(v), "count", source) for n, v in ranges.items()
-    ]
-    return lines
-
-
-def _error_lines(
-    scores: pd.DataFrame, arch: str, device: str, source: str, what: str = "error"
-) -> list[dict]:
     return [
-        _line(arch, device, what, r.path_ran, name, getattr(r, name), "%", source)
-        for r in scores.itertuples()
-        for name in ("median_pct", "p90_pct")
+        {"arch": arch, "device": device, "what": what, "path": path, "name": name}
+        | {"value": v if isinstance(v, int) else f"{v:.5g}", "unit": unit(name)}
+        | {"source": source}
+        for name, v in values.items()
+    ]
+
+
+def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
+    wide = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
+    found = {"m_from": frame["m"].min(), "m_to": frame["m"].max()}
+    found |= {"width_from": wide.min(), "width_to": wide.max()}
+    return {"units": units} | {name: int(value) for name, value in found.items()}
+
+
+def error_lines(scores: pd.DataFrame, arch: str, device: str, what: str, source: str) -> list[dict]:
+    return [
+        line
+        for r in scores.to_dict("records")
+        for line in lines(
+            arch, device, what, source, {n: r[n] for n in ("median_pct", "p90_pct")}, r["path_ran"]
+        )
     ]
 
 
@@ -385,55 +320,24 @@ def lines_of(frame: pd.DataFrame, source: str, weight: float | None = None) -> l
     units = units_of(frame)
     device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
     strict = score(held_out(frame, weight=weight))
-    widths = score(held_out(frame, paths_too=False, weight=weight))
-    n, weight = int(strict["cells"].iloc[0]), weight or chosen_weight(frame, units)
+    pairs = score(held_out(frame, paths_too=False, weight=weight))
+    p = fit(frame, units, weight=weight or chosen_weight(frame, units))
+    both = f"{strict['cells'].iloc[0]} cells, width pair and path unseen; {source}"
+    pair = f"width pair unseen; {source}"
     return [
-        *_parameter_lines(frame, arch, device, units, source, fit(frame, units, weight=weight)),
-        *_error_lines(strict[:1], arch, device, f"{n} cells, width pair and path unseen; {source}"),
-        *_error_lines(widths[1:], arch, device, f"width pair unseen; {source}"),
-        *_error_lines(widths[:1], arch, device, f"width pair unseen; {source}", "seen"),
-        *_error_lines(strict[1:], arch, device, f"width pair and path unseen; {source}", "unseen"),
+        *lines(arch, device, "parameter", source, p | ranges(frame, units)),
+        *error_lines(strict[:1], arch, device, "error", both),
+        *error_lines(pairs[1:], arch, device, "error", pair),
+        *error_lines(pairs[:1], arch, device, "seen", pair),
+        *error_lines(strict[1:], arch, device, "unseen", both),
     ]
 
 
-def published_lines(share_of_peak: float) -> list[dict]:
-    """Lines for AMD: gfx950 from published figures, errors of both cards, one launch cost.
-
-    ``share_of_peak``: of memory bandwidth, as a measured card reaches it; no published figure of a
-    norm tells it for AMD.
-    """
-    cells = published_cells()
-    hardware, (arch, product) = "MI350", PUBLISHED_PRODUCTS["MI350"]
-    own = cells[(cells["device"] == hardware) & (cells["op"] == _FITTED_OP)]
-    peak_gbps = _known(_card(hardware).hbm_gbps, f"bandwidth of {product}")
-    p = fit(own, _units(hardware), _NO_MEMORY, PRIOR_WEIGHTS[0])
-    p["gbps"] = share_of_peak * peak_gbps
-    source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
-    lines = _parameter_lines(own, arch, product, _units(hardware), source, p)
-    scored = score_published()
-    for device, part in scored.groupby("device", sort=True):
-        arch, product = PUBLISHED_PRODUCTS[device]
-        words = f"{len(part)} published single norms on {device}, fitted on the other card's"
-        lines += _error_lines(score(part)[:1].assign(path_ran="row"), arch, product, words)
-    floor = pd.read_csv(data_dir() / "published.csv")
-    floor = floor[floor["metric"] == "hip_graph_dispatch_time"]
-    floor = floor[floor["op"].str.contains("941 dispatches 1 block")]
-    for r in floor.itertuples():
-        value = float(r.value)
-        lines.append(
-            _line(r.arch, r.hardware, "launch", "", "launch_us", value, "us", r.source_url)
-        )
-    return lines
-
-
-def write(lines: Iterable[dict], path: str | Path | None = None) -> Path:
+def write(found: Iterable[dict], path: str | Path | None = None) -> Path:
     """Write ``data/latency.csv``, whole or not at all; the file."""
     target = Path(path or data_dir() / "latency.csv")
     temporary = target.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    pd.DataFrame(list(found)).to_csv(temporary, index=False)
     temporary.replace(target)
     return target
 
@@ -462,11 +366,13 @@ def main() -> None:
         for arch in rows["arch"].unique():
             if len(rows) > len(best.get(arch, ("", []))[1]):
                 best[arch] = name, rows
-    lines = [x for name, rows in best.values() for x in lines_of(rows, f"data/recorded/{name}")]
-    reached = {x["device"]: float(x["value"]) for x in lines if x["name"] == "gbps"}
+    from mlakit.sweep.published import published_lines
+
+    found = [x for name, rows in best.values() for x in lines_of(rows, f"data/recorded/{name}")]
+    reached = {x["device"]: float(x["value"]) for x in found if x["name"] == "gbps"}
     peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
     shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
-    print(write([*lines, *published_lines(max(shares))]))
+    print(write([*found, *published_lines(max(shares))]))
 
 
 if __name__ == "__main__":

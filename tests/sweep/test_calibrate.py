@@ -10,7 +10,7 @@ from mlakit import launches
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.shapes import Widths
-from mlakit.sweep import calibrate
+from mlakit.sweep import calibrate, published
 
 M = (1, 64, 1024, 4096, 16384, 65536)
 # One H200, torch 2.11, triton 3.6, bf16, split views of a 2112-wide buffer, CUDA-graph replay over
@@ -145,19 +145,19 @@ def test_every_published_amd_norm_with_rows_and_a_width_is_scored():
             for r in csv.DictReader(file)
             if r["metric"] == "kernel_time" and r["m"].isdecimal() and (r["n_q"] or r["n_kv"])
         ]
-    scored = calibrate.score_published()
+    scored = published.score_published()
     assert len(scored) == len(wanted) > 100
     assert scored["error_pct"].notna().all()
     assert calibrate.score(scored)["median_pct"].iloc[0] < 25
 
 
 def test_a_published_card_is_predicted_without_its_own_figures(monkeypatch):
-    before = calibrate.score_published()
-    cells = calibrate.published_cells()
+    before = published.score_published()
+    cells = published.published_cells()
     own = cells["device"] == "MI350"
     wrong = cells.assign(p50_us=cells["p50_us"] * np.where(own, 5, 1))
-    monkeypatch.setattr(calibrate, "published_cells", lambda: wrong)
-    after = calibrate.score_published()
+    monkeypatch.setattr(published, "published_cells", lambda: wrong)
+    after = published.score_published()
     a, b = (x.loc[x["device"] == "MI350", "modelled_us"] for x in (before, after))
     np.testing.assert_allclose(a, b)
 
