@@ -66,6 +66,14 @@ INTEGER_COLUMNS = frozenset(
 ``config`` is JSON; ``flags`` is a comma-separated set."""
 
 
+MAX_ROWS = 2**40
+"""of a cell; a row's bytes times this is still an int64"""
+
+
+def _whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 @dataclass(frozen=True)
 class Cell:
     """One comparison: all of ``paths`` at one point, interleaved in one process on one device.
@@ -98,7 +106,7 @@ class Cell:
     def __post_init__(self) -> None:
         object.__setattr__(self, "arch", check(self.arch))
         object.__setattr__(self, "paths", tuple(self.paths))
-        if isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 1:
+        if not _whole(self.m, 1, MAX_ROWS):
             raise MisuseError(f"batch is {self.m!r}: give a whole number of rows, 1 or more")
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
@@ -109,6 +117,10 @@ class Cell:
         ):
             if value not in allowed:
                 raise unknown(name, value, allowed)
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "seed", "repeat"):
+            if not _whole(getattr(self, name), 0, 2**63 - 1):
+                value = getattr(self, name)
+                raise MisuseError(f"{name} is {value!r}: give a whole number, 0 to 2**63 - 1")
 
     @property
     def widths(self) -> Widths:
@@ -130,13 +142,16 @@ class Cell:
         """The cell a dict describes.
 
         Raises:
-            MisuseError: a name that a cell does not have, with the near match.
+            MisuseError: a name that a cell does not have, with the near match, or one it lacks.
         """
         known = {f.name for f in fields(cls)}
         for name in values:
             if name not in known:
                 raise unknown("cell field", name, known)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise MisuseError(f"no cell: {error}") from None
 
 
 @dataclass

@@ -133,9 +133,9 @@ def parse_hidden(text: str) -> Widths:
     parts = text.split("+")
     if len(parts) in (2, 3) and all(p.strip().isdecimal() for p in parts):
         q, kv, *rope = (int(p) for p in parts)
-        if kv < 1 or max(q, kv) > 65536:
+        if kv < 1 or max(q, kv, *rope) > 65536:
             raise MisuseError(
-                f"hidden {text!r}: kv must be 1 to 65536 and q 0 to 65536; "
+                f"hidden {text!r}: kv must be 1 to 65536, q and rope 0 to 65536; "
                 "write q+kv, for example 1536+512"
             )
         return Widths(q, kv, rope[0] if rope else 64)

@@ -11,7 +11,7 @@ from mlakit.archs import check
 from mlakit.context import QUANTS
 from mlakit.errors import MisuseError, unknown
 from mlakit.paths import registry
-from mlakit.records import CLOCKS, Cell
+from mlakit.records import CLOCKS, MAX_ROWS, Cell
 from mlakit.shapes import Widths, model, parse_hidden
 
 PRESETS: dict[str, dict] = {
@@ -57,7 +57,7 @@ def whole(value: object) -> int:
         MisuseError: anything else (1.5, "many", 0, True).
     """
     text = str(value).strip()
-    if isinstance(value, bool | float) or not text.isdecimal() or int(text) < 1:
+    if isinstance(value, bool | float) or not text.isdecimal() or not 1 <= int(text) <= MAX_ROWS:
         raise MisuseError(f"batch is {value!r}: give a whole number of rows, 1 or more")
     return int(text)
 

@@ -82,7 +82,8 @@ class SweepSpec(BaseModel):
             if isinstance(cause, MisuseError):
                 raise MisuseError(str(cause)) from None
             where = ".".join(map(str, first["loc"]))
-            raise MisuseError(f"{where} is {first['input']!r}: {first['msg']}") from None
+            given = repr(first["input"])
+            raise MisuseError(f"{where} is {given:.80}: {first['msg']}") from None
         for kind in spec.measure:
             if kind not in FUNCTIONS:
                 raise unknown("kind of measurement", kind, FUNCTIONS)
@@ -103,9 +104,11 @@ class SweepSpec(BaseModel):
             values = _load(path)
         except OSError as error:
             raise MisuseError(f"cannot read {path} ({error.strerror}): name a file") from None
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
-            raise MisuseError(f"{path} does not read as {path.suffix[1:]}: {reason}") from None
+        except MisuseError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise MisuseError(f"{path} does not read as {path.suffix[1:]}: {reason:.120}") from None
         if not isinstance(values, dict):
             raise MisuseError(f"{path} holds no table: write lines such as batches: [1, 64]")
         return cls.parse(values | {k: v for k, v in given.items() if v is not None})
@@ -142,6 +145,9 @@ def _load(path: Path) -> object:
             f"{path}: YAML needs `pip install pyyaml`; TOML and JSON do not"
         ) from None
     try:
+        # a few nested aliases stand for more values than memory holds
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise MisuseError(f"{path} has YAML aliases (*name): write the values out")
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(error) from None

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mlakit import __version__
+from mlakit.datafiles import read_json
 from mlakit.errors import MisuseError, unknown
 from mlakit.records import (
     ACCURACY_COLUMNS,
@@ -32,10 +33,15 @@ from mlakit.records import (
     check_row,
 )
 
+PIN = "baseline.txt"
+"""The file below a folder of runs that names the pinned one."""
 FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 """What can be measured of a cell, and the folder its parts go to."""
 _COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
 _VERSION_KEY = b"mlakit_schema_version"
+_RECORD = {"run_id": str, "status": str, "started_at": str} | dict.fromkeys(
+    ("measure", "cells", "cell_ids"), list
+)
 _DIGEST_KEY = b"mlakit_crc32"
 
 
@@ -320,8 +326,12 @@ def new_run_dir(root: str | Path = "runs") -> Path:
     return Path(root) / f"{stamp}-{secrets.token_hex(3)}"
 
 
-def _lock(path: Path) -> int:
-    """Take the run's lock. The kernel drops it with its holder, so a killed run never keeps it."""
+def lock(path: Path) -> int:
+    """Take a folder's lock; whoever is killed lets it go, since the kernel drops it with them.
+
+    Raises:
+        MisuseError: somebody has it; they are named.
+    """
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,7 +339,7 @@ def _lock(path: Path) -> int:
         holder = os.pread(descriptor, 100, 0).decode() or "another process"
         os.close(descriptor)
         raise MisuseError(
-            f"run {path.name} is in use by {holder}: wait for it, or name another folder"
+            f"{path.name} is in use by {holder}: wait for it, or name another folder"
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} since {now()}".encode(), 0)
@@ -347,12 +357,12 @@ def create_run(path: str | Path, cells: list[Cell], **record) -> Run:
         path.mkdir(parents=True, exist_ok=True)
         if any(entry.name != "lock" for entry in path.iterdir()):
             raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
-        lock = _lock(path)
+        held = lock(path)
     except OSError as error:
         raise MisuseError(
             f"cannot write {path} ({error.strerror}): name a folder that you can write to"
         ) from None
-    run = Run(path, {}, lock)
+    run = Run(path, {}, held)
     run.save(
         schema_version=SCHEMA_VERSION,
         run_id=path.resolve().name,
@@ -376,11 +386,11 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     record = show_run(path)
-    lock = _lock(path)
+    held = lock(path)
     for left_over in path.glob("*/.*.tmp"):
         left_over.unlink(missing_ok=True)
     record.pop("done", None)
-    return Run(path, record, lock)
+    return Run(path, record, held)
 
 
 def _in_use(path: Path) -> bool:
@@ -404,14 +414,16 @@ def show_run(path: str | Path) -> dict:
         MisuseError: no run there, or its ``run.json`` does not read.
     """
     path = Path(path)
-    try:
-        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MisuseError(f"no run at {path}: `mlakit runs` lists the runs there are") from None
-    except (OSError, json.JSONDecodeError) as error:
-        raise MisuseError(f"{path / 'run.json'} does not read: {error}") from None
-    if not isinstance(record, dict) or "status" not in record:
-        raise MisuseError(f"{path / 'run.json'} is no run's record")
+    if not (path / "run.json").exists():
+        raise MisuseError(f"no run at {path}: `mlakit runs` lists the runs there are")
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict):
+        raise MisuseError(f"{path / 'run.json'} is no run's record: name another run")
+    for name, kind in _RECORD.items():
+        if not isinstance(record.get(name), kind):
+            raise MisuseError(f"{path / 'run.json'} is damaged at {name!r}: name another run")
+    if set(record["measure"]) - set(FOLDERS):
+        raise MisuseError(f"{path / 'run.json'} is damaged at 'measure': name another run")
     if record["status"] == "running" and not _in_use(path):
         record["status"] = "crashed"
     record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}
@@ -436,8 +448,8 @@ def list_runs(root: str | Path = "runs"):
                 "run_id": record["run_id"],
                 "status": record["status"],
                 "started_at": record["started_at"],
-                "ended_at": record["ended_at"],
-                "measure": ",".join(record.get("measure", [])),
+                "ended_at": record.get("ended_at"),
+                "measure": ",".join(record["measure"]),
                 "cells": len(record["cell_ids"]),
                 "done": sum(record["done"].values()),
                 "wall_s": summary.get("wall_s"),
@@ -447,8 +459,14 @@ def list_runs(root: str | Path = "runs"):
     return pd.DataFrame(rows, columns=columns)
 
 
+def pinned(root: str | Path) -> str:
+    """The name of the run that ``root`` compares with, empty where none is pinned."""
+    file = Path(root) / PIN
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
 def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
-    """Delete all but the newest ``keep`` runs below ``root``; one in use is never deleted.
+    """Delete all but the newest ``keep`` runs below ``root``, never the pinned or one in use.
 
     Raises:
         MisuseError: ``keep`` below 0.
@@ -458,7 +476,7 @@ def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
     root = Path(root)
     reports = {file.parents[1] for file in root.glob("*/*-timing/run.json")}
     runs = sorted({file.parent for file in root.glob("*/run.json")} | reports)
-    old = runs[: max(0, len(runs) - keep)]
+    old = [r for r in runs[: max(0, len(runs) - keep)] if r.name != pinned(root)]
     gone = [r for r in old if not any(map(_in_use, (r, *r.glob(f"{r.name}-*"))))]
     for run in gone:
         shutil.rmtree(run)
