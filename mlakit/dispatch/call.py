@@ -10,7 +10,7 @@ import torch
 
 from mlakit import archs
 from mlakit.context import Context
-from mlakit.dispatch import policies, probe
+from mlakit.dispatch import policies, probe, switches
 from mlakit.dispatch.choice import OUTSIDE, RAISES
 from mlakit.errors import MisuseError, RefusedError, one_line
 from mlakit.paths import checks, custom_op, registry
@@ -90,7 +90,8 @@ def qk_rmsnorm(
         (q_out, k_out), contiguous, or ``out``; with ``quant``, q_out is a ``QuantisedQ``.
 
     Raises:
-        MisuseError: arguments that cannot be (rows, dtypes, devices, eps), or an unknown name.
+        MisuseError: arguments that cannot be (rows, dtypes, devices, eps), an unknown name, or an
+            environment switch with a value it does not have.
         RefusedError: ``path`` cannot run here, or ``strict`` and the policy's path cannot.
     """
     if torch.compiler.is_compiling():
@@ -190,6 +191,7 @@ def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
 def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
     """The first call of a kind: check its arguments, build its context, ask the policy."""
     rule = policies.get(policy)
+    switches.check()
     if path is not None:
         quant = registry.get(path).output
     checks.check(*args, out if quant == "none" else None)

@@ -11,6 +11,7 @@ from mlakit.dispatch import engines, table
 from mlakit.dispatch.choice import RAISES, Choice, check_switches, made
 from mlakit.errors import RefusedError, unknown
 from mlakit.paths import registry
+from mlakit.shapes import Widths
 
 PREFERRED = ("cpu_fused", "triton_fused", "aiter_fused", "torch_rms_norm", "torch_native")
 """mlakit's first ordering, by measurement where there is one: fused before split, then eager."""
@@ -66,12 +67,32 @@ def ordered(c: Context) -> Choice:
     return made(paths[0].name, f"no fused path can run here ({why})", fallback=True)
 
 
+def modelled(c: Context) -> Choice | None:
+    """The path that the latency model gives the least time, of those that can run in ``c``.
+
+    None where the model knows too few of them to choose from: a quantised q, or one path.
+    """
+    from mlakit import latency  # brings pandas, which a call that was measured can do without
+
+    widths = Widths(c.q_lora_rank, c.kv_lora_rank)
+    known = [p for p in able(c) if p.name in latency.MODELLED and p.splits_from_m is None]
+    if c.quant != "none" or len(known) < 2 or c.m < 1:
+        return None
+    found = {p: latency.estimate(p.name, c.arch, widths, c.m, c.dtype) for p in known}
+    best = min(found, key=lambda p: found[p].us)
+    error = found[best].error_pct
+    within = "error unknown" if error is None else f"within {error:.0f} % by the median"
+    return made(best.name, f"fastest by the latency model ({within})")
+
+
 def measured(c: Context) -> Choice:
-    """The fastest measured path where a table speaks for ``c`` and that path can run; else
-    ``ordered``, whose reason then says why not by measurement."""
+    """The fastest measured path where a table speaks for ``c`` and that path can run; else the
+    fastest modelled one, else ``ordered``; the reason then says why not by measurement."""
     found = table.choose(c)
     if found is None:
         rest = ordered(c)
+        if not rest.fallback and rest.path != RAISES:
+            rest = modelled(c) or rest
         return replace(rest, reason=f"{rest.reason}; nothing was measured on {c.arch} for this")
     name, reason = found
     path = registry.get(name)

@@ -82,16 +82,15 @@ def read_all(environ: Mapping[str, str] | None = None) -> tuple[Switch, ...]:
     return tuple(read(name, environ) for name in KNOWN)
 
 
-def is_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a yes-or-no switch is on.
+def check(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse an environment in which a switch has a value that it does not have.
 
     Raises:
-        MisuseError: unknown switch, or a value that is neither yes nor no.
+        MisuseError: one line, of the first such switch.
     """
-    switch = read(name, environ)
-    if switch.error:
-        raise MisuseError(switch.error)
-    return switch.on
+    for switch in read_all(environ):
+        if switch.error:
+            raise MisuseError(switch.error)
 
 
 def aiter_forbidden(environ: Mapping[str, str] | None = None) -> str | None:

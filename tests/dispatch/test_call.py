@@ -62,8 +62,9 @@ def test_it_gives_the_step(m, dtype):
     assert close(call.qk_rmsnorm(*i.args), i)
     ran = call.last_call()
     assert (ran.path, ran.policy, ran.fallback) == ("cpu_fused", "mlakit", False)
-    # float32 was never measured: the safe order decides there, the table elsewhere
-    assert ("one launch" if dtype == "fp32" else "fastest from") in ran.reason
+    # float32 is in no table: the model decides there, or for no rows the safe order
+    unmeasured = "latency model" if m else "one launch"
+    assert (unmeasured if dtype == "fp32" else "fastest from") in ran.reason
 
 
 def test_out_is_filled_and_returned():
@@ -276,3 +277,19 @@ def test_weights_of_two_dtypes_are_served_by_a_path_that_can():
         got = call.qk_rmsnorm(q, qw.float(), qe, k, kw, ke)
     want = rounding.oracle(q, qw.float(), qe)
     assert (got[0].double() - want).abs().max() <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SGLANG_USE_AITER", "maybe", "SGLANG_USE_AITER='maybe': a yes-or-no switch; set it to"),
+        ("GPU_ARCHS", "mi300", "'mi300' is no device arch; write e.g. gfx942"),
+        ("HSA_OVERRIDE_GFX_VERSION", "nine", "write major.minor.stepping"),
+    ],
+)
+def test_an_odd_switch_is_one_line_before_any_launch(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(MisuseError, match=message) as caught:
+        call.qk_rmsnorm(*I2.args)
+    assert "\n" not in str(caught.value)
+    assert call.last_call() is None

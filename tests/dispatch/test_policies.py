@@ -2,11 +2,13 @@
 
 import pytest
 
+from mlakit import latency
 from mlakit.context import Context
 from mlakit.dispatch import diff, policies
 from mlakit.dispatch.choice import OUTSIDE, check_switches
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.paths import registry
+from mlakit.shapes import Widths
 
 R, S, F, D = "raises", "aiter_split", "aiter_fused", "dual_stream"
 ENGINES = (
@@ -205,3 +207,25 @@ def test_impossible_contexts_are_refused_in_one_line():
         Context(arch="gfx942", weight_dtype="mxfp4")
     with pytest.raises(MisuseError, match="AMD cards only"):
         Context(arch="sm_90", use_aiter=True)
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1250", "sm_100"])
+@pytest.mark.parametrize("m", [1, 4096, 65536])
+def test_an_absent_card_gets_the_models_choice(arch, m):
+    c = Context(arch=arch, m=m)
+    choice = policies.choose(c)
+    names = [p.name for p in policies.able(c) if p.name in latency.MODELLED]
+    us = {n: latency.estimate(n, arch, Widths(1536, 512), m).us for n in names}
+    assert len(us) > 1
+    assert us[choice.path] == min(us.values())
+    assert "fastest by the latency model" in choice.reason
+    assert f"nothing was measured on {arch}" in choice.reason
+    assert not choice.fallback
+
+
+def test_what_the_model_does_not_know_goes_by_the_safe_order():
+    quantised = policies.choose(Context(arch="gfx950", quant="mxfp4", weight_dtype="mxfp4"))
+    assert "one launch for both norms" in quantised.reason
+    alone = policies.choose(Context(arch="gfx950", packages=frozenset()))
+    assert alone.fallback
+    assert "no fused path can run here" in alone.reason
