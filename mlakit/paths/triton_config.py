@@ -95,10 +95,14 @@ def heuristic(
         q_warps //= 2
     # Small programs are bound by the rate at which a card starts them, about 1.5 a ns: kv alone
     # takes 34.4 us with 4 warps a program and 41.5 with 1 at M = 65536, 768 + 256 takes 67.6 and
-    # 69.4 with 2. At M = 64 kv alone would lose 3 %.
-    num_warps = max(q_warps, k_warps, 4 if m > 1024 else 1)
+    # 69.4 with 2. kv alone gains 2 % from M = 1024 on, and would lose 2 % at 64.
+    few = m <= (1024 if q_width else 128)
+    num_warps = max(q_warps, k_warps, 1 if few else 4)
     nvidia = vendor_of(arch) == "nvidia"
-    early = nvidia and int(arch[3:]) >= 90 and m <= 128
+    # Between two matrix products the step adds 0.5 us instead of 1.4 at M = 1, 0.9 instead of 2.1
+    # at 128, 8.6 instead of 9.4 at 4096; but 2.5 instead of 1.8 at 256 and the same or more from
+    # there to 2048.
+    early = nvidia and int(arch[3:]) >= 90 and (m <= 192 or m >= 4096)
     return Config(
         q_rows=num_warps // q_warps,
         k_rows=num_warps // k_warps,
@@ -113,9 +117,6 @@ def heuristic(
         hoist_weight=True,
         # 2.04 us against 2.11 at M = 64; from M = 2048 on it costs: 132.2 against 129.2 at 65536.
         evict_first=nvidia and m <= 1024,
-        # Between two matrix products the step adds 0.83 us instead of 1.63 at M = 1, 0.84 instead
-        # of 1.95 at 64, but 3.33 instead of 2.86 at 256. Two-warp programs lose up to half their
-        # speed to it at M = 16384, since the next launch's programs take their places.
         pdl=early,
         # Back to back 5 to 6 % faster up to M = 8, 1 % at 32; from 64 on 1 to 7 % slower.
         release_first=early and m <= 32,
