@@ -40,7 +40,7 @@ an H200. The lowest and highest of six are a 97 % interval of their median, what
 CALLS = 200
 """of a microbenchmark's graph: 800 KB of norm weights, each read once a replay"""
 MICRO = {
-    "given": "with outputs given, as `mlakit sweep` has it: a path that takes none copies into them",
+    "given": "with outputs given, as in `mlakit sweep`: a path that takes none copies into them",
     "hot": "with outputs of its own",
     "cold": "with outputs of its own and norm weights from memory, where a stack finds them",
     "between": "between the products before and after it, in all layers",
