@@ -203,6 +203,8 @@ OPS: dict[str, Op] = {
     "v_minimum3_f32": _op(_F, _F3, _nan_wins(_fold(minimum))),
     "v_max3_f32": _op(_F, _F3, _fold(maximum)),
     "v_min3_f32": _op(_F, _F3, _fold(minimum)),
+    "v_minmax_f32": _op(_F, _F3, lambda a, b, c: maximum(minimum(a, b), c)),
+    "v_maxmin_f32": _op(_F, _F3, lambda a, b, c: minimum(maximum(a, b), c)),
     "v_max_f32": _op(_F, _F2, maximum),
     "v_min_f32": _op(_F, _F2, minimum),
 }

@@ -118,6 +118,10 @@ ALU = {
     "s_mul_f32": ("f32", _F, np.multiply, None),
     "s_add_f32": ("f32", _F, np.add, None),
     "s_sub_f32": ("f32", _F, np.subtract, None),
+    "s_maximum_f32": ("f32", _F, np.maximum, None),
+    "s_minimum_f32": ("f32", _F, np.minimum, None),
+    "s_max_num_f32": ("f32", _F, np.fmax, None),
+    "s_min_num_f32": ("f32", _F, np.fmin, None),
     "s_fmac_f32": ("f32", ("f32",) * 3, fma, None),
     "s_fmamk_f32": ("f32", ("f32",) * 3, fma, None),
     "s_fmaak_f32": ("f32", ("f32",) * 3, fma, None),
@@ -158,6 +162,8 @@ _COMPARE = {
     "ge": np.greater_equal,
     "lt": np.less,
     "le": np.less_equal,
+    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b),
 }
 
 
