@@ -122,7 +122,7 @@ def test_no_page_has_a_violation(axe, report, tmp_path):
 
     failed = runbook.NotebookRun("02_speed", {"arch": "cpu"}, "killed", "the kernel died", 1.0, "")
     broken = tmp_path / "failed.html"
-    broken.write_text(page.notebook_page(tmp_path / "none.ipynb", failed, "a footer"))
+    page.write_notebook(broken, tmp_path / "none.ipynb", failed, "a footer")
     pages = [*sorted(report.glob("*.html")), broken, history.write(report.parent)]
     with browser(tmp_path / "profile") as opened:
         found = [

@@ -6,14 +6,16 @@ standard error and exit code 2, never with a traceback.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
-from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError
+from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError, one_line
 
 app = typer.Typer(
     add_completion=False,
@@ -52,6 +54,11 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.OK
+    except Exception as error:
+        # Python's own exit code, 1, would say "regression".
+        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            traceback.print_exc()
+        code = complain(f"{one_line(error)}; what was measured is kept", code=ExitCode.FAILED)
     sys.exit(int(code or 0))
 
 

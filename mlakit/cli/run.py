@@ -50,12 +50,10 @@ def sweep(
     ] = "",
 ) -> int:
     """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
-    from mlakit.report import chapters
     from mlakit.sweep import run, store
     from mlakit.sweep.spec import SweepSpec
 
     if resume:
-        chapters.require_run(resume)
         begun = store.show_run(resume)
         cells, folder = None, resume
         options = {"measure": begun["measure"], "force": force, "retry": split(retry)}
@@ -119,6 +117,7 @@ def report(
     run_limit_s: Annotated[float, typer.Option(min=1, help="Seconds a notebook may take.")] = 900.0,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Notebooks at once.")] = 2,
+    baseline: Annotated[str, typer.Option(help="Against this run, not the pinned one.")] = "",
     out: Annotated[
         str, typer.Option(help="The folder that the report's folder goes into.")
     ] = "runs",
@@ -144,6 +143,7 @@ def report(
         cell_limit_s=cell_limit_s,
         run_limit_s=run_limit_s,
         jobs=jobs,
+        baseline=baseline,
         **chosen,
     )
     done = build.build(options, out, line)
@@ -151,6 +151,7 @@ def report(
         print(f"{name}:")
         for sentence in sentences:
             print(f"  {sentence}")
+    print("\n".join(done.since.sentences))
     print(f"status: {done.status}")
     print(done.index)
     return done.exit_code

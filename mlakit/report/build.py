@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
+import contextlib
 import json
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -14,10 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
+from markupsafe import Markup
 
 from mlakit import __version__, archs
-from mlakit.errors import ExitCode, MisuseError
-from mlakit.report import chapters, page, runbook, scrub
+from mlakit.errors import ExitCode, LockedError, MisuseError
+from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
 from mlakit.sweep.run import run_sweep
@@ -40,6 +42,8 @@ class Options:
     policy: str = "mlakit"
     notebooks: tuple[str, ...] = NOTEBOOKS
     seed: int = 0
+    baseline: str = ""
+    """a run beside the report's folder; empty: the pinned one, or the oldest that is ok"""
     budget_s: float = 4.0
     cell_limit_s: float = 300.0
     run_limit_s: float = 900.0
@@ -55,8 +59,9 @@ class Report:
     status: str
     runs: list[runbook.NotebookRun]
     sweep: str
+    since: history.Since
     verdicts: dict[str, list[str]] = field(default_factory=dict)
-    """by arch and model: the sentences on speed, then on drift"""
+    """by arch and model: the sentences on the choice, on speed, then on drift"""
 
     @property
     def index(self) -> Path:
@@ -80,7 +85,8 @@ def build(
     """Measure, run the notebooks, write the pages. A failing notebook gives a page, not an error.
 
     Raises:
-        MisuseError: an unknown model, arch, dtype, policy or notebook; nothing is written.
+        MisuseError: an unknown model, arch, dtype, policy or baseline; nothing is written.
+        LockedError: another report is being made in ``out``; it is named.
     """
     needs = ("papermill", "nbconvert", "nbformat", "matplotlib")
     lacks = [name for name in needs if find_spec(name) is None]
@@ -91,28 +97,56 @@ def build(
         {"dtype": options.dtype, "policy": options.policy, "batches": list(options.batches)}
         | {"seed": options.seed}
     )
-    cells = _cells(options, asked)
-    # Accuracy has its own, smaller batches: its verdict needs elements, not rows.
-    drift_cells = _cells(options, asked, batches=options.drift_batches)
-    folder = store.new_run_dir(out)
+    if options.baseline and options.baseline not in [e.name for e in history.entries(out)]:
+        raise MisuseError(f"baseline {options.baseline!r} is no run in {out}: name one that is")
+    jobs = {"timing": _cells(options, asked, options.batches)}
+    if any("drift" in name for name in options.notebooks):
+        # Accuracy has its own, smaller batches: its verdict needs elements, not rows.
+        jobs["accuracy"] = _cells(options, asked, options.drift_batches)
+    with _alone(Path(out)):
+        return _build(options, asked, jobs, store.new_run_dir(out), progress)
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold ``out``: two reports at once would slow each other and say so of the code."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = store.lock(out)
+    except OSError as error:
+        raise MisuseError(
+            f"cannot write {out} ({error.strerror}): name a folder that you can write to"
+        ) from None
+    except MisuseError as error:
+        raise LockedError(str(error)) from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _build(
+    options: Options,
+    asked: tuple[str, ...],
+    jobs: dict[str, list],
+    folder: Path,
+    progress: Callable[[str], None],
+) -> Report:
     scrub.also(folder.resolve().parent, "[runs]")
     begun = time.monotonic()
 
     def told(done: int, total: int, cell, words: str) -> None:
         progress(f"[{done}/{total}] {cell.arch} {cell.widths} M={cell.m}: {words}")
 
-    summaries = []
-    for kind, these in (("timing", cells), ("accuracy", drift_cells)):
-        summary = run_sweep(
-            these,
-            run_dir(folder, kind),
-            measure=[kind],
-            progress=told,
-            time_limit_s=options.cell_limit_s,
-        )
-        summaries.append(str(summary))
+    limit = {"time_limit_s": options.cell_limit_s, "progress": told}
+    summaries = [
+        run_sweep(cells, run_dir(folder, kind), measure=[kind], **limit)
+        for kind, cells in jobs.items()
+    ]
     runs = _run_notebooks(options, asked, folder, progress)
-    report = Report(folder, _status(runs, folder), runs, "; ".join(summaries))
+    since = history.since(folder, options.baseline)
+    report = Report(folder, "ok", runs, "; ".join(map(str, summaries)), since)
+    report.status = _status(report)
     for arch in asked:
         for model in options.models:
             report.verdicts[f"{arch} · {model}"] = _sentences(options, folder, arch, model)
@@ -125,13 +159,19 @@ def run_dir(folder: Path, kind: str) -> Path:
     return folder / f"{folder.name}-{kind}"
 
 
-def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...] = ()) -> list:
+def _rows(folder: Path) -> dict[str, pd.DataFrame]:
+    """The rows of each kind that the report measured."""
+    kinds = [k for k in store.FOLDERS if run_dir(folder, k).exists()]
+    return {kind: store.read_rows(run_dir(folder, kind), kind) for kind in kinds}
+
+
+def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...]) -> list:
     named = [m for m in options.models if "+" not in m]
     return grid.expand(
         archs=asked,
         models=named,
         hidden=[m for m in options.models if m not in named],
-        batches=batches or options.batches,
+        batches=batches,
         dtypes=[options.dtype],
         budget_s=options.budget_s,
         seed=options.seed,
@@ -170,33 +210,31 @@ def _run_notebooks(
         return list(pool.map(run, orders))
 
 
-def _status(runs: list[runbook.NotebookRun], folder: Path) -> str:
+def _status(report: Report) -> str:
     """The gravest status among notebooks and cells; ``ok`` only if every cell has its part."""
-    found = {r.status for r in runs}
-    for kind in ("timing", "accuracy"):
-        record = store.show_run(run_dir(folder, kind))
-        if record["status"] not in ("ok", "failed"):
-            found.add("incomplete")
-        frame = store.read_rows(run_dir(folder, kind), kind)
+    found = {r.status for r in report.runs}
+    for kind, frame in _rows(report.folder).items():
+        record = store.show_run(run_dir(report.folder, kind))
         states = set(frame["status"])
+        complete = record["status"] in ("ok", "failed")
+        complete &= set(record["cell_ids"]) <= set(frame["cell_id"])
+        found |= set() if complete else {"incomplete"}
         found |= {"failed"} if states & {"failed", "wrong", "oom"} else set()
         found |= {"killed"} if "killed" in states else set()
         found |= {"timed out"} if "timeout" in states else set()
-        if set(record["cell_ids"]) - set(frame["cell_id"]):
-            found.add("incomplete")
+    found |= {"regression"} if report.since.regressed else set()
     return next((s for s in GRAVITY if s in found), "ok")
 
 
 def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[str]:
-    where = {"arch": arch, "model": model, "dtype": options.dtype, "seed": options.seed}
-    found = {}
-    for kind, batches in (("timing", options.batches), ("accuracy", options.drift_batches)):
-        of_kind = str(run_dir(folder, kind))
-        found[kind] = chapters.rows(kind, of_kind, batches=list(batches), **where)
-    return [
-        *chapters.speed_verdict(found["timing"], arch),
-        *chapters.drift_verdict(found["accuracy"], arch),
-    ]
+    where = {"arch": arch, "model": model, "dtype": options.dtype}
+    said = [chapters.choice_verdict(batches=options.batches, policy=options.policy, **where)]
+    for kind in _rows(folder):
+        batches = list(options.batches if kind == "timing" else options.drift_batches)
+        rows = chapters.rows(kind, str(run_dir(folder, kind)), batches=batches, **where)
+        say = chapters.speed_verdict if kind == "timing" else chapters.drift_verdict
+        said += say(rows, arch)
+    return said
 
 
 # ---- the folder
@@ -230,13 +268,11 @@ def _footer(options: Options) -> str:
 
 
 def _write(report: Report, options: Options, seconds: float) -> None:
-    footer = _footer(options)
-    pages = {}
-    for run in report.runs:
-        stem = f"{run.name}-{run.parameters['arch']}-{run.parameters['model'].replace('+', '_')}"
-        text = page.notebook_page(report.folder / f"{stem}.ipynb", run, footer)
-        (report.folder / f"{stem}.html").write_text(scrub.text(text), encoding="utf-8")
-        pages[f"{stem}.html"] = run
+    footer, folder = _footer(options), report.folder
+    pages = {f"{Path(r.notebook).stem}.html": r for r in report.runs}
+    for name, run in pages.items():
+        page.write_notebook(folder / name, folder / run.notebook, run, footer)
+    unjudged = _unjudged(folder)
     summary = {
         "status": report.status,
         "exit_code": int(report.exit_code),
@@ -245,6 +281,8 @@ def _write(report: Report, options: Options, seconds: float) -> None:
         "options": asdict(options),
         "sweep": report.sweep,
         "verdicts": report.verdicts,
+        "changed": report.since.sentences,
+        "unjudged": unjudged.to_dict("records"),
         "runs": [
             {k: v for k, v in asdict(r).items() if k != "parameters"}
             | {"arch": r.parameters["arch"], "model": r.parameters["model"], "page": p}
@@ -253,61 +291,48 @@ def _write(report: Report, options: Options, seconds: float) -> None:
         "figures": sum(r.figures for r in report.runs),
     }
     text = json.dumps(scrub.values(summary), indent=1)
-    (report.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    (report.folder / "summary.md").write_text(_markdown(summary), encoding="utf-8")
-    body = _index(report, pages, seconds)
-    text = page.page("mlakit report", body, footer)
-    report.index.write_text(scrub.text(text), encoding="utf-8")
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(_markdown(summary), encoding="utf-8")
+    _write_index(report, summary, unjudged, footer)
 
 
-def _index(report: Report, pages: dict[str, runbook.NotebookRun], seconds: float) -> str:
-    """Verdict first, then what could not be judged, the pages, and the environment."""
-    kind = "ok" if report.status == "ok" else "bad"
-    out = ["<h1>QK RMSNorm of MLA: which path, how fast, how far it drifts</h1>"]
-    out.append('<div class="verdict">')
-    failed = [r for r in report.runs if r.status != "ok"]
-    out.append(f'<p class="{kind}"><strong>{html.escape(report.status)}</strong>')
-    out.append(f" · {len(pages)} notebooks, {len(failed)} not ok · {seconds:.0f} s</p>")
-    for run in failed:
+def _write_index(report: Report, summary: dict, unjudged: pd.DataFrame, footer: str) -> None:
+    """Verdict first, what changed, what could not be judged, the pages, and the environment."""
+    failed = []
+    for run in report.runs:
         given = ", ".join(f"{k}={v!r}" for k, v in run.parameters.items() if k != "run_dir")
-        text = f"{run.name} ({given}): {run.status}: {run.reason}"
-        out.append(f'<p class="bad">{html.escape(text)}</p>')
-    for name, sentences in report.verdicts.items():
-        out.append(f"<h2>{html.escape(name)}</h2><ul>")
-        out += [f"<li>{html.escape(s)}</li>" for s in sentences]
-        out.append("</ul>")
-    out.append("</div><h2>Pages</h2>")
-    out.append('<div class="scroll"><table><caption>A page per notebook run</caption><thead><tr>')
-    out += [
-        f'<th scope="col">{h}</th>' for h in ("page", "arch", "model", "status", "figures", "s")
+        failed += [f"{run.name} ({given}): {run.status}: {run.reason}"] * (run.status != "ok")
+    link = Markup('<a href="{}">{}</a>').format
+    pages = [
+        {"page": link(r["page"], r["name"]), "arch": r["arch"], "model": r["model"]}
+        | {"status": r["status"], "figures": r["figures"], "seconds": round(r["seconds"], 1)}
+        for r in summary["runs"]
     ]
-    out.append("</tr></thead><tbody>")
-    for name, run in pages.items():
-        cells = [run.parameters["arch"], run.parameters["model"], run.status]
-        row = f'<td><a href="{html.escape(name)}">{html.escape(run.name)}</a></td>'
-        row += "".join(f'<td class="text">{html.escape(c)}</td>' for c in cells)
-        out.append(f"<tr>{row}<td>{run.figures}</td><td>{run.seconds:.1f}</td></tr>")
-    out.append("</tbody></table></div>")
-    unjudged = _unjudged(report.folder)
-    if len(unjudged):
-        out.append("<h2>What could not be judged, and why</h2>")
-        out.append(page.table(unjudged, "Cells without a figure"))
-    out.append("<h2>Environment of the measurements</h2>")
-    out.append(page.table(pd.DataFrame(environment_rows(report.folder)), "Versions and devices"))
-    out.append(f"<p>{html.escape(report.sweep)}</p>")
-    out.append(
-        "<p>The measurements (Parquet) and every raw sample are in this folder's "
-        "<code>*-timing</code> and <code>*-accuracy</code>; "
-        '<a href="summary.json">summary.json</a> and <a href="summary.md">summary.md</a> say the '
-        "same to machines.</p>"
+    all_judged = pd.DataFrame([{"nothing": "every path of every cell has its figure"}])
+    tables = {
+        "unjudged": (unjudged if len(unjudged) else all_judged, "Cells without a figure"),
+        "pages": (pd.DataFrame(pages, dtype=object), "A page per notebook run"),
+        "environment": (pd.DataFrame(environment_rows(report.folder)), "Versions and devices"),
+    }
+    page.write(
+        report.index,
+        "report.html.j2",
+        title="mlakit report",
+        footer=footer,
+        status=report.status,
+        runs=len(report.runs),
+        failed=failed,
+        seconds=summary["seconds"],
+        verdicts=report.verdicts,
+        changed=report.since.sentences,
+        sweep=report.sweep,
+        **{name: Markup(show.table_html(*given)) for name, given in tables.items()},
     )
-    return "".join(out)
 
 
 def _unjudged(folder: Path) -> pd.DataFrame:
     frames = []
-    for kind in ("timing", "accuracy"):
-        frame = store.read_rows(run_dir(folder, kind), kind)
+    for kind, frame in _rows(folder).items():
         for arch, part in frame.groupby("arch", sort=False):
             rest = chapters.not_run(part)
             rest.insert(0, "kind", kind)
@@ -318,11 +343,15 @@ def _unjudged(folder: Path) -> pd.DataFrame:
 
 def _markdown(summary: dict) -> str:
     lines = [f"# mlakit report: {summary['status']}", ""]
-    for name, sentences in summary["verdicts"].items():
+    told = summary["verdicts"] | {"What changed since the baseline": summary["changed"]}
+    line = "{path} on {arch} ({kind}, M = {batches}): {status}: {reason}"
+    why = [line.format_map(r) for r in summary["unjudged"]]
+    told |= {"What could not be judged, and why": why or ["Everything was judged."]}
+    for name, sentences in told.items():
         lines += [f"## {name}", "", *(f"- {s}" for s in sentences), ""]
     lines += ["| page | arch | model | status |", "|---|---|---|---|"]
-    for run in summary["runs"]:
-        lines.append(
-            f"| [{run['name']}]({run['page']}) | {run['arch']} | {run['model']} | {run['status']} |"
-        )
+    lines += [
+        f"| [{r['name']}]({r['page']}) | {r['arch']} | {r['model']} | {r['status']} |"
+        for r in summary["runs"]
+    ]
     return scrub.text("\n".join(lines) + "\n")

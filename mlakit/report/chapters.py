@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
+from functools import cache
 
 import pandas as pd
 
 from mlakit import archs
 from mlakit.context import Context
-from mlakit.datafiles import data_dir
-from mlakit.errors import MisuseError
-from mlakit.records import CONTROLS
+from mlakit.datafiles import data_dir, read_table
+from mlakit.records import CONTROLS, TIMING_COLUMNS
 from mlakit.shapes import parse_hidden
 
 BIAS_LIMIT = 1e-4
@@ -123,23 +123,29 @@ def rows(
     return frame[keep].reset_index(drop=True)
 
 
-def recorded(arch: str) -> pd.DataFrame:
-    """Every committed timing row recorded on ``arch``; empty where nobody ran it."""
+@cache
+def _recorded() -> pd.DataFrame:
     from mlakit.sweep.store import read_rows
 
     files = sorted((data_dir() / "recorded").glob("*/*.parquet"))
     frames = [read_rows(f) for f in files if not f.stem.endswith(("accuracy", "samples"))]
-    frames = [f[f["arch"] == archs.base_name(arch)] for f in frames]
-    frames = [f for f in frames if len(f)]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=TIMING_COLUMNS)
+
+
+def recorded(arch: str = "") -> pd.DataFrame:
+    """Every committed timing row, or those of ``arch``; empty where nobody ran it."""
+    rows = _recorded()
+    return rows[rows["arch"] == archs.base_name(arch)].reset_index(drop=True) if arch else rows
 
 
 def published(arch: str) -> pd.DataFrame:
     """Figures that others published for ``arch`` and this kind of step, each with its source."""
-    frame = pd.read_csv(data_dir() / "published.csv", dtype=str, keep_default_na=False)
+    columns = "metric value unit fused_or_split op m n_q n_kv hardware source_url date".split()
+    kept = ("arch", *columns)
+    lines = read_table(data_dir() / "published.csv", lambda r: {c: r[c] for c in kept})
+    frame = pd.DataFrame(lines, columns=kept)
     base = archs.base_name(arch)
     here = frame["arch"].str.contains(rf"\b{base}\b") & (base != "cpu")
-    columns = "metric value unit fused_or_split op m n_q n_kv hardware source_url date".split()
     return frame.loc[here, columns].reset_index(drop=True)
 
 
@@ -166,6 +172,27 @@ def not_run(frame: pd.DataFrame) -> pd.DataFrame:
 def _overlaps(arch: str) -> bool:
     base = archs.base_name(arch)
     return base.startswith("sm_") and int(base[3:]) >= 90
+
+
+def stretches(picks: Iterable[tuple[int, str]]) -> str:
+    """(M, name) in order of M, as ``a from M = 1, b from M = 64``."""
+    found: list[tuple[int, str]] = []
+    for m, name in picks:
+        if not found or found[-1][1] != name:
+            found.append((m, name))
+    return ", ".join(f"{name} from M = {m}" for m, name in found)
+
+
+def choice_verdict(arch: str, model: str, batches: list[int], dtype: str, policy: str) -> str:
+    """The path that a rule takes on ``arch`` at each batch, in a sentence."""
+    from mlakit.dispatch import policies
+
+    widths = parse_hidden(model)
+    sizes = {"q_lora_rank": widths.q_lora_rank, "kv_lora_rank": widths.kv_lora_rank}
+    calls = [Context(arch=arch, m=m, dtype=dtype, **sizes) for m in sorted(batches)]
+    picks = [policies.choose(call, policy) for call in calls]
+    named = stretches((call.m, pick.path) for call, pick in zip(calls, picks, strict=True))
+    return f"Chosen on {arch} by {policy}: {named} ({picks[0].reason})."
 
 
 def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
@@ -265,15 +292,3 @@ def speed_table(frame: pd.DataFrame) -> list[dict]:
         table.append(line)
     columns = list(dict.fromkeys(c for line in table for c in line))
     return [{c: line.get(c) for c in columns} for line in table]
-
-
-def require_run(path: str) -> Path:
-    """``path`` as a folder that holds a run.
-
-    Raises:
-        MisuseError: it does not.
-    """
-    folder = Path(path)
-    if not (folder / "run.json").is_file():
-        raise MisuseError(f"no run at {path}: name the folder of a run (it holds run.json)")
-    return folder

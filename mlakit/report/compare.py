@@ -79,9 +79,11 @@ def load(source: Source | str | Path) -> Source:
         beside = path.with_name(f"{path.stem}-samples.parquet")
         if not beside.exists():
             raise MisuseError(f"no samples beside {path.name}: {beside.name} is wanted")
-        frame = pd.read_parquet(beside)
+        frame = store.read_file(beside, [], keep=True).to_pandas()
     else:
         frame = store.read_samples(path)
+    if not {"cell_id", "path", "us"} <= set(frame.columns):
+        raise MisuseError(f"no samples beside {path.name}: its columns are others")
     groups = frame.groupby(["cell_id", "path"], sort=False)["us"]
     return Source(path.name, rows, {key: us.to_numpy() for key, us in groups})
 
@@ -197,10 +199,11 @@ class Comparison:
 
 def _line(c: Change) -> str:
     figures = f"{c.a_us:.4g} | {c.b_us:.4g} | {c.ratio:.3f} | {c.lo:.3f} to {c.hi:.3f}"
-    return f"| {_label(c.cell)} | {c.path} | {figures} | {c.verdict}{c.note} |"
+    return f"| {label(c.cell)} | {c.path} | {figures} | {c.verdict}{c.note} |"
 
 
-def _label(cell: Mapping) -> str:
+def label(cell: Mapping) -> str:
+    """A cell in words: widths, M, dtype, layout, clock and cache."""
     text = f"{cell['q_lora_rank']}+{cell['kv_lora_rank']} M={cell['m']} {cell['dtype']}"
     if cell["quant"] != "none":
         text += f" {cell['quant']}"
@@ -249,18 +252,18 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
     found = []
     for key, row in rows_a[rows_a.status == "ok"].iterrows():
         cell = dict(zip([*KEY, "repeat"], key, strict=True))
-        label = f"{_label(cell)} {cell['path_requested']}"
+        name = f"{label(cell)} {cell['path_requested']}"
         if key not in rows_b.index:
-            result.missing.append(label)
+            result.missing.append(name)
             continue
         other = rows_b.loc[key]
         pair = [_samples(s, r) for s, r in ((a, row), (b, other))]
         if other.status in ("wrong", "implausible"):
-            result.broken.append(f"{label}: {other.status}, {other.reason}")
+            result.broken.append(f"{name}: {other.status}, {other.reason}")
         elif other.status != "ok" or not all(p is not None for p in pair):
-            result.missing.append(f"{label}: {other.reason or 'no samples'}")
+            result.missing.append(f"{name}: {other.reason or 'no samples'}")
         elif _fell_back(row.path_ran, other.path_ran):
-            result.missing.append(f"{label}: {row.path_ran} ran in A, {other.path_ran} in B")
+            result.missing.append(f"{name}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
             found.append((cell, row.cell_id, *pair))
     result.shift, result.changes = _verdicts(found, smallest)

@@ -6,22 +6,18 @@ run that failed, was killed, or shares no cell with the baseline) keeps its plac
 
 from __future__ import annotations
 
-import html
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from markupsafe import Markup
 
 from mlakit import __version__, plots
+from mlakit.datafiles import read_json
 from mlakit.errors import ExitCode, MisuseError
-from mlakit.report import page, scrub
-from mlakit.report.compare import Change, Comparison, compare
+from mlakit.report import page, scrub, show
+from mlakit.report.compare import Change, Comparison, compare, label
 from mlakit.sweep import store
-from mlakit.widgets import picture
-
-PIN = "baseline.txt"
-"""The file below the root that names the pinned run."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def pin(root: str | Path, run: str) -> Path:
     known = [e.name for e in entries(root)]
     if run not in known:
         raise MisuseError(f"no run {run!r} in {root}: there are {', '.join(known) or 'none'}")
-    file = Path(root) / PIN
+    file = Path(root) / store.PIN
     file.write_text(run + "\n", encoding="utf-8")
     return file
 
@@ -70,10 +66,10 @@ def entries(root: str | Path = "runs") -> list[Entry]:
             record = store.show_run(rows_in)
             started, status = record["started_at"], record["status"]
             if summary.exists():
-                status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+                status = str(read_json(summary)["status"])
             elif rows_in == inner:
                 status = "incomplete"
-        except (MisuseError, ValueError, KeyError):
+        except (MisuseError, KeyError, TypeError):
             status = "unreadable"
         found.append(Entry(folder.name, started, status, rows_in, rows_in == inner))
     return sorted(found, key=lambda e: e.started_at or e.name)
@@ -86,7 +82,7 @@ def history(root: str | Path = "runs", baseline: str = "", smallest: float = 0.0
         MisuseError: no run there, no usable baseline, or ``smallest`` is no share.
     """
     runs = entries(root)
-    base = _baseline(root, runs, baseline)
+    base, _ = _baseline(root, runs, baseline)
     done = []
     for e in runs:
         try:
@@ -100,20 +96,61 @@ def history(root: str | Path = "runs", baseline: str = "", smallest: float = 0.0
     return done
 
 
-def _baseline(root: str | Path, runs: list[Entry], asked: str) -> Entry:
+def _baseline(root: str | Path, runs: list[Entry], asked: str) -> tuple[Entry, bool]:
+    """The run to compare with, and whether somebody chose it (named it, or pinned it)."""
     if not runs:
         raise MisuseError(f"no runs in {root}: `mlakit report` or `mlakit sweep` makes one")
-    file = Path(root) / PIN
-    name = asked or (file.read_text(encoding="utf-8").strip() if file.exists() else "")
+    name = asked or store.pinned(root)
     if name:
         for e in runs:
             if e.name == name:
-                return e
+                return e, True
         raise MisuseError(f"baseline {name!r} is no run in {root}: pin another, or name one")
     for e in runs:
         if e.status == "ok":
-            return e
+            return e, False
     raise MisuseError(f"no run in {root} is ok, so none can be the baseline: name one")
+
+
+@dataclass(frozen=True)
+class Since:
+    """A new run against its root's baseline; ``comparison`` is None where there is none."""
+
+    sentences: list[str]
+    pinned: bool = False
+    comparison: Comparison | None = None
+
+    @property
+    def regressed(self) -> bool:
+        """Slower or wrong against a baseline that somebody chose."""
+        found = self.comparison
+        return bool(self.pinned and found and found.exit_code == ExitCode.REGRESSION)
+
+
+def since(folder: Path, baseline: str = "") -> Since:
+    """What changed in the report at ``folder`` since the baseline of the folder above it."""
+    root, rows_in = folder.parent, folder / f"{folder.name}-timing"
+    try:
+        runs = [e for e in entries(root) if e.name != folder.name]
+        base, pinned = _baseline(root, runs, baseline)
+        found = compare(base.rows_in, rows_in)
+    except (MisuseError, FileNotFoundError) as error:
+        pin = f"Make this run the baseline: mlakit history {root} --pin {folder.name}"
+        return Since([f"Nothing is compared: {error}.", pin])
+    chosen = "the pinned baseline" if pinned else "the oldest ok run (none is pinned)"
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in found.counts.items())
+    said = [f"Against {base.name}, {chosen}: {counts}, of {len(found.changes)} rows compared."]
+    slower = sorted((c for c in found.changes if c.verdict == "slower"), key=lambda c: -c.ratio)
+    said += [
+        f"Slower: {c.path} at {label(c.cell)}: {c.ratio:.3f} times the time "
+        f"({c.lo:.3f} to {c.hi:.3f})."
+        for c in slower[:10]
+    ]
+    said += [f"Now wrong: {text}." for text in found.broken]
+    said += [f"Differs: {text}." for text in found.environment]
+    if found.missing:
+        said.append(f"{len(found.missing)} rows of the baseline are not in this run.")
+    return Since(said, pinned, found)
 
 
 def trend_frame(found: list[Entry]) -> pd.DataFrame:
@@ -129,89 +166,89 @@ def trend_frame(found: list[Entry]) -> pd.DataFrame:
     return frame
 
 
-def write(
-    root: str | Path = "runs", baseline: str = "", out: str | Path = "", smallest: float = 0.03
-) -> Path:
-    """Write the page, ``history.html`` below ``root`` unless ``out`` names a file; its path.
+def write(root: str | Path = "runs", baseline: str = "", out: str | Path = "") -> Path:
+    """The page: ``history.html`` below ``root`` unless ``out`` names a file.
 
     Raises:
-        MisuseError: as ``history``.
+        MisuseError: as :func:`history`.
     """
-    found = history(root, baseline, smallest)
-    base = _baseline(root, entries(root), baseline)
-    target = Path(out or Path(root) / "history.html")
-    pinned = "" if baseline or (Path(root) / PIN).exists() else " (not pinned: the oldest ok run)"
-    body = [f"<h1>Runs against {html.escape(base.name)}{pinned}</h1>", _verdict(found)]
-    said = f"Geometric mean of time ratios of {len(found)} runs against {base.name}, by start"
-    body.append(f"<p>{picture(plots.trend(trend_frame(found)), said)}</p>")
-    body.append(_runs_table(found))
-    body += [_changes_of(e) for e in reversed(found)]
-    text = page.page("mlakit history", "".join(body), f"mlakit {__version__} · {store.now()}")
-    target.write_text(scrub.text(text), encoding="utf-8")
-    return target
+    found = history(root, baseline)
+    base, pinned = _baseline(root, entries(root), baseline)
+    kind, said = _verdict(found[-1])
+    gaps = sum(e.comparison is None for e in found)
+    rest = f"{gaps} of {len(found)} runs have no figure" if gaps else "every run has a figure"
+    alt = f"Geometric mean of time ratios of {len(found)} runs against {base.name}, by start"
+    return page.write(
+        Path(out or Path(root) / "history.html"),
+        "history.html.j2",
+        title="mlakit history",
+        footer=f"mlakit {__version__} · {store.now()}",
+        base=base.name,
+        pinned=pinned,
+        kind=kind,
+        said=said,
+        gaps=rest,
+        figure=Markup(show.picture(plots.trend(trend_frame(found)), alt)),
+        table=Markup(show.table_html(_runs_frame(found), "Newest first")),
+        changes=[c for e in reversed(found) if (c := _changes_of(e))],
+    )
 
 
-def _verdict(found: list[Entry]) -> str:
-    last, gaps = found[-1], [e.name for e in found if e.comparison is None]
+def _verdict(last: Entry) -> tuple[str, str]:
     if last.comparison is None:
-        kind, said = "warn", f"the last run, {last.name}, has no figure: {last.note}"
-    else:
-        counts = ", ".join(f"{n} {v}" for v, n in last.comparison.counts.items())
-        kind = "bad" if last.exit_code == ExitCode.REGRESSION else "ok"
-        said = f"the last run, {last.name}: {counts}"
-    rest = f"{len(gaps)} of {len(found)} runs have no figure" if gaps else "every run has a figure"
-    said = f'<p class="{kind}"><strong>{html.escape(said)}</strong></p>'
-    return f'<div class="verdict">{said}<p>{rest}.</p></div>'
+        return "warn", f"the last run, {last.name}, has no figure: {last.note}"
+    counts = ", ".join(f"{n} {v}" for v, n in last.comparison.counts.items())
+    kind = "bad" if last.exit_code == ExitCode.REGRESSION else "ok"
+    return kind, f"the last run, {last.name}: {counts}"
 
 
-def _runs_table(found: list[Entry]) -> str:
-    head = "run|start (UTC)|status|time / baseline (95 %)|slower|faster|uncertain|missing|note"
+def _link(target: str, text: object) -> str:
+    return Markup('<a href="{}">{}</a>').format(target, text) if target else str(text)
+
+
+def _runs_frame(found: list[Entry]) -> pd.DataFrame:
     rows = []
     for e in reversed(found):
         c, mean = e.comparison, e.comparison.geometric_mean if e.comparison else None
         ratio = f"{mean.value:.4f} ({mean.lo:.4f} to {mean.hi:.4f})" if mean else "no figure"
-        counts = [c.counts[v] for v in ("slower", "faster", "uncertain")] if c else ["–"] * 3
-        slower = (
-            f'<a href="#{html.escape(e.name)}">{counts[0]}</a>' if c and counts[0] else counts[0]
-        )
-        link = f"{e.name}/index.html" if (e.rows_in.parent / "index.html").exists() else ""
-        name = f'<a href="{html.escape(link)}">{html.escape(e.name)}</a>' if link else e.name
-        rest = [len(c.missing) + len(c.broken) if c else "–", html.escape(e.note)]
-        rows.append([name, e.started_at or "unknown", e.status, ratio, slower, *counts[1:], *rest])
-    return _table("Newest first", head.split("|"), rows)
+        page_of = f"{e.name}/index.html" if (e.rows_in.parent / "index.html").exists() else ""
+        row = {"run": _link(page_of, e.name), "start (UTC)": e.started_at or "unknown"}
+        row |= {"status": e.status, "time / baseline (95 %)": ratio}
+        for verdict in ("slower", "faster", "uncertain"):
+            row[verdict] = str(c.counts[verdict]) if c else "–"
+        if c and c.counts["slower"]:
+            row["slower"] = _link(f"#{e.name}", row["slower"])
+        row["missing"] = str(len(c.missing) + len(c.broken)) if c else "–"
+        rows.append(row | {"note": e.note})
+    return pd.DataFrame(rows, dtype=object)
 
 
-def _changes_of(e: Entry) -> str:
+def _changes_of(e: Entry) -> dict | None:
+    """The section of a run that became slower or wrong somewhere: name, table, broken."""
     changes = [c for c in e.comparison.changes if c.verdict == "slower"] if e.comparison else []
     broken = e.comparison.broken if e.comparison else []
     if not changes and not broken:
-        return ""
-    rows = []
-    for c in sorted(changes, key=lambda c: -c.ratio):
-        at = f"{c.cell['q_lora_rank']}+{c.cell['kv_lora_rank']} M={c.cell['m']} {c.cell['dtype']}"
-        link = _page_of(e, c)
-        cell = f'<a href="{html.escape(link)}">{html.escape(at)}</a>' if link else html.escape(at)
-        times = f"{c.a_us:.4g}", f"{c.b_us:.4g}", f"{c.ratio:.3f} ({c.lo:.3f} to {c.hi:.3f})"
-        rows.append([cell, html.escape(f"{c.cell['arch']} {c.cell['clock']}"), c.path, *times])
-    head = ["cell", "arch, clock", "path", "baseline us", "here us", "ratio (95 %)"]
-    out = f'<h2 id="{html.escape(e.name)}">Slower in {html.escape(e.name)}</h2>'
-    out += _table("Cells that became slower", head, rows) if rows else ""
-    return out + "".join(f'<p class="bad">Now wrong: {html.escape(b)}</p>' for b in broken)
+        return None
+    rows = [
+        {
+            "cell": _link(_page_of(e, c), label(c.cell)),
+            "arch": c.cell["arch"],
+            "path": c.path,
+            "baseline us": f"{c.a_us:.4g}",
+            "here us": f"{c.b_us:.4g}",
+            "ratio (95 %)": f"{c.ratio:.3f} ({c.lo:.3f} to {c.hi:.3f})",
+        }
+        for c in sorted(changes, key=lambda c: -c.ratio)
+    ]
+    table = (
+        show.table_html(pd.DataFrame(rows, dtype=object), "Cells that became slower")
+        if rows
+        else ""
+    )
+    return {"name": e.name, "table": Markup(table), "broken": broken}
 
 
 def _page_of(e: Entry, change: Change) -> str:
     """The report's page on the speed of the cell's arch, relative to the history."""
     pages = sorted(e.rows_in.parent.glob(f"02_speed-{change.cell['arch']}-*.html"))
     return f"{e.name}/{pages[0].name}" if e.is_report and pages else ""
-
-
-def _table(caption: str, head: list[str], rows: list[list]) -> str:
-    """A table whose cells are HTML already."""
-    top = "".join(f'<th scope="col" class="text">{html.escape(h)}</th>' for h in head)
-    lines = "".join(
-        "<tr>" + "".join(f'<td class="text">{cell}</td>' for cell in row) + "</tr>" for row in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}"><table>'
-        f"<caption>{caption}</caption><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )

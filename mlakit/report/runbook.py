@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from mlakit.datafiles import read_json
 from mlakit.errors import ExitCode, MisuseError, unknown
 from mlakit.report import scrub
 
@@ -43,6 +44,7 @@ class NotebookRun:
     reason: str
     seconds: float
     notebook: str
+    """the file that it was to be saved in"""
     figures: int = 0
 
 
@@ -67,18 +69,27 @@ def declared_parameters(source: Path) -> dict:
     """
     import ast
 
-    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
-    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
-    if len(tagged) != 1:
+    try:
+        cells = read_json(source)["cells"]
+        tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+        trees = [ast.parse("".join(c["source"])) for c in tagged]
+        found = [
+            {
+                n.targets[0].id: ast.literal_eval(n.value)
+                for n in t.body
+                if isinstance(n, ast.Assign)
+            }
+            for t in trees
+        ]
+    except MisuseError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, SyntaxError):
+        raise MisuseError(f"{source.name} is no notebook, or a damaged one: restore it") from None
+    if len(found) != 1:
         raise MisuseError(
-            f"{source.name} has {len(tagged)} cells tagged 'parameters': it needs exactly one"
+            f"{source.name} has {len(found)} cells tagged 'parameters': it needs exactly one"
         )
-    tree = ast.parse("".join(tagged[0]["source"]))
-    return {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-    }
+    return found[0]
 
 
 def check_parameters(source: Path, parameters: dict) -> dict:
@@ -148,7 +159,7 @@ def run_notebook(
         status=status,
         reason=scrub.text(reason),
         seconds=time.monotonic() - started,
-        notebook=target.name if target.exists() else "",
+        notebook=target.name,
         figures=figures or 0,
     )
 
@@ -258,11 +269,6 @@ def _child(order: dict) -> dict:
         # A cell's own errors come as PapermillExecutionError: this is a kernel that never answered.
         return {"status": "no kernel", "reason": f"the kernel did not start: {error}"}
     return {"status": "ok", "reason": ""}
-
-
-def to_json(run: NotebookRun) -> dict:
-    """A plain dict for ``summary.json``."""
-    return asdict(run)
 
 
 if __name__ == "__main__":

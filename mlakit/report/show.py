@@ -6,11 +6,12 @@ and nothing depends on a browser's scripts or on a matplotlib backend.
 
 from __future__ import annotations
 
-import html
+import base64
 import io
 from typing import TYPE_CHECKING
 
 import pandas as pd
+from markupsafe import Markup, escape
 
 from mlakit.errors import MisuseError
 
@@ -18,15 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _shown = {"figures": 0, "tables": 0}
-
-EVIDENCE_TEXT = {
-    "measured": "measured here, in this run",
-    "recorded": "recorded earlier on the named device",
-    "published": "published by others; the source stands beside it",
-    "modelled": "modelled; the model's error stands beside it",
-    "compiled": "read off a compiler's output",
-    "emulated": "another card's arithmetic reproduced here",
-}
 
 
 def parameters(values: dict) -> None:
@@ -56,22 +48,22 @@ def number(value: object) -> str:
 
 
 def table_html(frame: pd.DataFrame, caption: str, head: int | None = None) -> str:
-    """``frame`` as an HTML table; every cell is escaped, text columns are left-aligned."""
+    """``frame`` as an HTML table; text columns are left-aligned; all but ``Markup`` is escaped."""
     rows = frame if head is None else frame.head(head)
     columns = list(rows.columns)
-    out = [f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">']
-    out.append(f"<table><caption>{html.escape(caption)}</caption><thead><tr>")
+    out = [f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">']
+    out.append(f"<table><caption>{escape(caption)}</caption><thead><tr>")
     words = {c for c in columns if any(isinstance(v, str) for v in rows[c])}
     for c in columns:
         kind = ' class="text"' if c in words else ""
-        out.append(f'<th scope="col"{kind}>{html.escape(str(c))}</th>')
+        out.append(f'<th scope="col"{kind}>{escape(str(c))}</th>')
     out.append("</tr></thead><tbody>")
     for row in rows.itertuples(index=False):
         cells = []
         for c, v in zip(columns, row, strict=True):
-            text = number(v)
+            text = v if isinstance(v, Markup) else escape(number(v))
             kind = ' class="text long"' if len(text) > 28 else ' class="text"' if c in words else ""
-            cells.append(f"<td{kind}>{html.escape(text)}</td>")
+            cells.append(f"<td{kind}>{text}</td>")
         out.append(f"<tr>{''.join(cells)}</tr>")
     out.append("</tbody></table></div>")
     if head is not None and len(frame) > head:
@@ -85,6 +77,19 @@ def table(frame: pd.DataFrame, caption: str, head: int | None = None) -> None:
     _display({"text/html": table_html(frame, caption, head), "text/plain": frame.to_string()})
 
 
+def png(fig: Figure) -> bytes:
+    """The figure as PNG, without the version and the time that matplotlib would note in it."""
+    file = io.BytesIO()
+    fig.savefig(file, format="png", bbox_inches="tight", metadata={"Software": "mlakit"})
+    return file.getvalue()
+
+
+def picture(fig: Figure, alt: str) -> str:
+    """A figure as an ``<img>`` that holds its own PNG and its text alternative."""
+    data = base64.b64encode(png(fig)).decode()
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
+
+
 def figure(fig: Figure, alt: str, frame: pd.DataFrame | None = None) -> None:
     """Show a figure as PNG with its text alternative, and the numbers behind it in a fold.
 
@@ -93,11 +98,8 @@ def figure(fig: Figure, alt: str, frame: pd.DataFrame | None = None) -> None:
     """
     if not alt.strip():
         raise MisuseError("a figure needs a text alternative: say what it shows in one sentence")
-    png = io.BytesIO()
-    # A fixed metadata set: matplotlib would otherwise write its version and the time.
-    fig.savefig(png, format="png", bbox_inches="tight", metadata={"Software": "mlakit"})
     _shown["figures"] += 1
-    _display({"image/png": png.getvalue(), "text/plain": alt}, {"image/png": {"alt": alt}})
+    _display({"image/png": png(fig), "text/plain": alt}, {"image/png": {"alt": alt}})
     if frame is not None and len(frame):
         inner = table_html(frame, f"Numbers behind: {alt}", head=80)
         _display({"text/html": f"<details><summary>the numbers</summary>{inner}</details>"})
@@ -105,12 +107,12 @@ def figure(fig: Figure, alt: str, frame: pd.DataFrame | None = None) -> None:
 
 def note(text: str, kind: str = "") -> None:
     """One paragraph, escaped; ``kind`` is '', ok, warn or bad."""
-    _display({"text/html": f'<p class="{html.escape(kind)}">{html.escape(text)}</p>'})
+    _display({"text/html": f'<p class="{escape(kind)}">{escape(text)}</p>'})
 
 
 def verdict(*sentences: str) -> None:
     """The notebook's answer, in a box."""
-    inner = "".join(f"<p>{html.escape(s)}</p>" for s in sentences)
+    inner = "".join(f"<p>{escape(s)}</p>" for s in sentences)
     _display({"text/html": f'<div class="verdict">{inner}</div>'})
 
 

@@ -34,6 +34,13 @@ def run(folder: Path, *cells: str, **limits) -> runbook.NotebookRun:
     )
 
 
+def written(folder: Path, done: runbook.NotebookRun) -> str:
+    """The text of a run's page."""
+    return page.write_notebook(
+        folder / "page.html", folder / "out.ipynb", done, "footer"
+    ).read_text()
+
+
 def test_ok_counts_figures(tmp_path):
     plot = (
         "from matplotlib.figure import Figure\nfrom mlakit.report import show\n"
@@ -134,17 +141,17 @@ def test_works_without_home_display_and_a_usable_mplbackend(tmp_path):
 
 def test_failed_page_has_error_and_configuration_on_top(tmp_path):
     done = run(tmp_path, "print('\\x1b[31mred\\x1b[0m')\nraise ValueError('widths <b>')", END)
-    text = page.notebook_page(tmp_path / "out.ipynb", done, "footer")
+    text = written(tmp_path, done)
     top = text[text.index("<main>") : text.index("<main>") + 700]
     assert "failed" in top
     assert "ValueError: widths &lt;b&gt;" in top
-    assert "arch=&#x27;cpu&#x27;" in top
+    assert "arch=&#39;cpu&#39;" in top
     assert "\x1b" not in text
 
 
 def test_page_exists_where_nothing_was_saved(tmp_path):
     done = runbook.NotebookRun("02_speed", {"arch": "cpu"}, "no kernel", "no such kernel", 0.1, "")
-    assert "never started" in page.notebook_page(tmp_path / "absent.ipynb", done, "")
+    assert "never started" in written(tmp_path, done)
 
 
 def test_planted_secrets_are_not_kept(tmp_path, monkeypatch):
@@ -158,7 +165,7 @@ def test_planted_secrets_are_not_kept(tmp_path, monkeypatch):
     )
     done = run(tmp_path, code)
     saved = (tmp_path / "out.ipynb").read_text()
-    text = page.notebook_page(tmp_path / "out.ipynb", done, "")
+    text = written(tmp_path, done)
     for artefact in (saved, text, done.reason):
         for planted in ("PLANTEDPLANTED", "hunter22", "maria.planted", str(tmp_path)):
             assert planted not in artefact

@@ -29,7 +29,7 @@ def figures() -> list[dict]:
     """
     with open(FOLDER / "figures.csv", newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    from mlakit.widgets import recorded
+    from mlakit.report.chapters import recorded
 
     rows = recorded()
     if not len(rows):
