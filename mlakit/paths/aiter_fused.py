@@ -13,7 +13,7 @@ import torch
 from mlakit.context import Context
 from mlakit.errors import RefusedError, one_line
 from mlakit.paths import aiter_api
-from mlakit.paths.checks import prepare
+from mlakit.paths.checks import current, prepare
 from mlakit.paths.registry import Path
 
 MAX_WIDTH = 8192
@@ -65,8 +65,9 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         raise RefusedError(f"aiter_fused: {why}")
     if q.shape[0] == 0:
         return result
-    api = _trusted(q.device)
-    got = api.call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out)
+    with current(q.device):
+        api = _trusted(q.device)
+        got = api.call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out)
     if got[0] is q_out:
         return result
     if out is None:

@@ -16,7 +16,7 @@ from mlakit.context import Context
 from mlakit.errors import RefusedError, one_line
 from mlakit.paths import quantised
 from mlakit.paths.aiter_api import import_or_none
-from mlakit.paths.checks import as_rows, check
+from mlakit.paths.checks import as_rows, check, current
 from mlakit.paths.quantised import DEFAULT, QuantisedQ
 from mlakit.rounding import oracle
 
@@ -54,8 +54,9 @@ def call(quant: str, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         raise RefusedError(f"aiter_{quant}: {why}")
     if q_rows.shape[0] == 0:
         return out or (quantised.empty(quant, q, DEFAULT), k.new_empty(k.shape))
-    kernel = _trusted(quant, q.device)
-    values, scale, k_out = kernel(q_rows, q_weight, q_eps, k_rows, k_weight, k_eps)
+    with current(q.device):
+        kernel = _trusted(quant, q.device)
+        values, scale, k_out = kernel(q_rows, q_weight, q_eps, k_rows, k_weight, k_eps)
     got = QuantisedQ(values.view(*q.shape[:-1], values.shape[-1]), scale), k_out.view(k.shape)
     if out is None:
         return got

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -58,6 +59,11 @@ def check(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> None:
         _explain(q, q_weight, q_eps, k, k_weight, k_eps)
     if out is not None:
         _check_out(q, q_weight, k, k_weight, out)
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make the GPU of the tensors the current one: others' kernels launch on whichever that is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:

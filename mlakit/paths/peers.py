@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from mlakit.errors import RefusedError
-from mlakit.paths.checks import as_rows, check
+from mlakit.paths.checks import as_rows, check, current
 
 
 def pair_of(norm: Callable, package: str, install: str) -> Callable:
@@ -19,10 +19,11 @@ def pair_of(norm: Callable, package: str, install: str) -> Callable:
         if find_spec(package) is None:
             raise RefusedError(f"{package} is not installed: pip install {install}")
         check(q, q_weight, q_eps, k, k_weight, k_eps, out)
-        results = tuple(
-            norm(as_rows(x, name), w, eps).view(x.shape) if x.numel() else x.new_empty(x.shape)
-            for name, x, w, eps in (("q", q, q_weight, q_eps), ("k", k, k_weight, k_eps))
-        )
+        with current(q.device):
+            results = tuple(
+                norm(as_rows(x, name), w, eps).view(x.shape) if x.numel() else x.new_empty(x.shape)
+                for name, x, w, eps in (("q", q, q_weight, q_eps), ("k", k, k_weight, k_eps))
+            )
         if out is None:
             return results
         for y, result in zip(out, results, strict=True):
