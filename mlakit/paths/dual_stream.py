@@ -61,4 +61,5 @@ PATH = Path(
     supports=supports,
     rounding="round_once",
     launches=2,
+    makes_outputs=True,
 )

@@ -34,4 +34,5 @@ PATH = Path(
     supports=supports,
     rounding="cast_then_weight",
     launches=2,
+    makes_outputs=True,
 )

@@ -31,4 +31,5 @@ PATH = Path(
     supports=supports,
     rounding="round_once",
     launches=2,
+    makes_outputs=True,
 )

@@ -60,6 +60,8 @@ class Path:
     output: str = "none"
     """what q is delivered as: a quant of ``mlakit.context.QUANTS``"""
     fused: bool = False
+    makes_outputs: bool = False
+    """its kernels take no output: they return tensors of their own, and ``out`` costs a copy"""
     copies: bool = False
     """the path copies its inputs first, and the copy is part of its time"""
     timed: bool = True

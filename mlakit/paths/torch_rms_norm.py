@@ -37,4 +37,5 @@ PATH = Path(
     supports=unquantised,
     rounding="round_once",
     launches=2,
+    makes_outputs=True,
 )

@@ -29,4 +29,5 @@ PATH = Path(
     rounding="round_once",
     launches=4,
     copies=True,
+    makes_outputs=True,
 )

@@ -137,7 +137,11 @@ class _Measurement:
         context = probe.context_for(self.cell, self.device)
         for entry in self.entries:
             entry.path = path = registry.get(entry.name)
-            entry.call = path.call if path.output == "none" else _without_out(path.call)
+            # Copying into outputs that a path cannot take would be held against it: in the graph
+            # clock such a path returns its own, which lie as far apart, unless outputs are given.
+            own = path.makes_outputs and self.cell.layout != "split_out"
+            fresh = own or path.output != "none"
+            entry.call = _without_out(path.call) if fresh else path.call
             reason = path.supports(context)
             if reason is None and not path.timed and self.device == "cpu":
                 reason = "correctness only: it runs under an interpreter here"
@@ -345,7 +349,7 @@ class _Measurement:
 
 
 def _without_out(call: Callable) -> Callable:
-    """A quantising path's call: its outputs have shapes of its own, so it always makes them."""
+    """A call that makes its outputs: it cannot write into others, or theirs have other shapes."""
 
     def fresh(*args, out=None):
         return call(*args)
