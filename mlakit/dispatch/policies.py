@@ -75,14 +75,14 @@ def modelled(c: Context) -> Choice | None:
     from mlakit import latency  # brings pandas, which a call that was measured can do without
 
     widths = Widths(c.q_lora_rank, c.kv_lora_rank)
-    known = [p for p in able(c) if p.name in latency.MODELLED and p.splits_from_m is None]
-    if c.quant != "none" or len(known) < 2 or c.m < 1:
+    paths = [p for p in able(c) if p.name in latency.MODELLED and p.splits_from_m is None]
+    if c.quant != "none" or len(paths) < 2 or c.m < 1:
         return None
-    found = {p: latency.estimate(p.name, c.arch, widths, c.m, c.dtype) for p in known}
+    found = {p: latency.estimate(p.name, c.arch, widths, c.m, c.dtype) for p in paths}
     best = min(found, key=lambda p: found[p].us)
     error = found[best].error_pct
-    within = "error unknown" if error is None else f"within {error:.0f} % by the median"
-    return made(best.name, f"fastest by the latency model ({within})")
+    known = "error unknown" if error is None else f"its error: {error:.0f} % at the median"
+    return made(best.name, f"fastest by the latency model ({known})")
 
 
 def measured(c: Context) -> Choice:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pandas as pd
 
 from mlakit import archs
 from mlakit.context import Context
+from mlakit.datafiles import data_dir
 from mlakit.dispatch import policies
 from mlakit.dispatch.choice import OUTSIDE
 from mlakit.errors import MisuseError, RefusedError, unknown
@@ -126,3 +128,33 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
         ),
         stand_ins="; ".join(sorted({n for n in judged["note"] if n})),
     )
+
+
+def held_out() -> pd.DataFrame:
+    """The committed timing rows that no table was tuned on and no model was fitted to."""
+    from mlakit.sweep.store import read_rows
+
+    files = sorted((data_dir() / "recorded").glob("*/heldout/*.parquet"))
+    frames = [read_rows(f) for f in files if not f.stem.endswith("samples")]
+    return pd.concat(frames, ignore_index=True)
+
+
+def by_policy(frame: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:
+    """What each policy loses over ``frame``'s cells, in percent: a row a device and policy.
+
+    Columns: device, policy, mean_pct, worst_pct, one ``_pct`` a traffic profile but the even one,
+    cells, unjudged (the policy's path was not timed, or its engine fails there), worst_cell,
+    stand_ins, evidence.
+    """
+    rows = []
+    for (device, part), name in product(frame.groupby("device"), tuple(names)):
+        found = {traffic: regret(part, name, traffic) for traffic in TRAFFIC}
+        even = found.pop("even")
+        rows.append(
+            {"device": device, "policy": even.policy}
+            | {"mean_pct": 100 * even.mean, "worst_pct": 100 * even.worst}
+            | {f"{traffic}_pct": 100 * of.weighted for traffic, of in found.items()}
+            | {k: getattr(even, k) for k in ("cells", "unjudged", "worst_cell", "stand_ins")}
+            | {"evidence": ", ".join(sorted(set(part["evidence"])))}
+        )
+    return pd.DataFrame(rows)
