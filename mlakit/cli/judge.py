@@ -140,16 +140,28 @@ def significance(
     print(json.dumps(answer.to_json(), indent=1) if as_json else answer.text)
 
 
-@app.command("eval", epilog="Example: mlakit eval ./model --questions q.jsonl --b truncate")
+@app.command("eval", epilog="Example: mlakit eval --small")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A transformers model's local folder.")],
-    questions: Annotated[str, typer.Option(help="JSONL of id, prompt and answer.")],
+    model: Annotated[str, typer.Argument(help="A transformers model's local folder.")] = "",
+    questions: Annotated[str, typer.Option(help="JSONL of id, prompt and answer.")] = "",
     a: Annotated[str, typer.Option(help="unpatched, a path, or a rounding.")] = "unpatched",
     b: Annotated[str, typer.Option(help="The other side.")] = "torch_rms_norm",
     out: Annotated[str, typer.Option(help="Folder for the per-question results.")] = "eval",
+    small: Annotated[
+        bool, typer.Option("--small", help="The model in mlakit, through everything here.")
+    ] = False,
+    device: Device = "",
     as_json: Json = False,
 ) -> None:
     """The same questions through two paths of one model, and whether the flips mean anything."""
+    if small:
+        from mlakit.drift.flips import flips
+
+        rows = flips(_where(device, "bf16")).to_dict("records")
+        print_rows(rows, "answers of the small model, against one rounding", as_json)
+        return
+    if not model or not questions:
+        raise MisuseError("give a model's folder and --questions, or --small")
     from mlakit.drift.evals import evaluate as ask
 
     answer = ask(model, questions, a, b, out)

@@ -1,0 +1,82 @@
+"""What 03_drift says beyond its accuracy rows: ulps, fingerprints, depth, answers, findings."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from mlakit.datafiles import data_dir
+from mlakit.drift import depth, findings, flips, implementations
+from mlakit.drift.evals import significance
+from mlakit.drift.ulp import compare
+from mlakit.inputs import make
+from mlakit.paths import registry
+from mlakit.rounding import ROUNDINGS, oracle
+from mlakit.shapes import parse_hidden
+
+FORMULAS = ("cast_then_weight", "truncate", "bf16_sum")
+PATHS = ("torch_native", "torch_rms_norm", "cpu_fused")
+PAIRS = (("round_once", "cast_then_weight"), ("round_once", "truncate"), ("round_once", "bf16_sum"))
+
+
+def ulp_bars(model: str, dtype: str, m: int = 64, seed: int = 0) -> pd.DataFrame:
+    """Bars for ``plots.error_histogram``: q of this CPU's paths, measured, and of formulas."""
+    given = make(m, parse_hidden(model), dtype, seed=seed)
+    want, bars = oracle(given.q, given.q_weight, given.q_eps), []
+    for name in (*PATHS, *FORMULAS):
+        if name in ROUNDINGS:
+            got = ROUNDINGS[name].formula(given.q, given.q_weight, given.q_eps)
+        else:
+            got = registry.get(name).call(*given.args)[0]
+        bars += compare(got, want).bars(name, "emulated" if name in ROUNDINGS else "measured")
+    return pd.DataFrame(bars)
+
+
+def recorded(kind: str) -> pd.DataFrame:
+    """``*-{kind}.csv`` of every recorded device, with its folder's name as ``device``."""
+    files = sorted((data_dir() / "recorded").glob(f"*/*-{kind}.csv"))
+    frames = [pd.read_csv(f, keep_default_na=False).assign(device=f.parent.name) for f in files]
+    frames = [f.assign(evidence="recorded") for f in frames]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def fingerprints(dtype: str) -> pd.DataFrame:
+    """Everything that is installed here, then what was recorded; what was not measured says why."""
+    here = implementations.fingerprint_everything("cpu", dtype, compiler=False)
+    rows = [here.assign(evidence="measured"), recorded("fingerprints")]
+    frame = pd.concat(rows, ignore_index=True)
+    frame["names"] = frame["names"].where(frame["status"] == "ok", "not measured")
+    return frame["implementation device names reads_as agrees evidence text".split()]
+
+
+def growth(layers: int = 61, seed: int = 0) -> tuple[pd.DataFrame, list[str]]:
+    """Rows for ``plots.growth`` of ``PAIRS`` on this CPU at a small size; a sentence each."""
+    rows, words = [], []
+    for a, b in PAIRS:
+        found = depth.divergence(a, b, layers=layers, seed=seed)
+        rows += [{"way": b, "evidence": "emulated", **row} for row in found.rows()]
+        words.append(found.text)
+    return pd.DataFrame(rows), words
+
+
+def answers(n: int = 2000) -> pd.DataFrame:
+    """The small model's answers on this CPU, then those recorded on other devices."""
+    here = flips.flips("cpu", n).assign(device="cpu", evidence="measured")
+    return pd.concat([here, recorded("flips")], ignore_index=True)
+
+
+def known() -> pd.DataFrame:
+    """``field_findings`` in the columns of a page."""
+    columns = "finding property_of a b share_differ max_ulp bias_a bias_b evidence source".split()
+    return findings.field_findings()[columns]
+
+
+def story() -> pd.DataFrame:
+    """The judge on the figures that the field reported: an accuracy pair and a throughput pair."""
+    pairs = {
+        "GSM8K 0.928 and 0.935, 1319 questions": significance(0.928, 0.935, 1319),
+        "90.12 and 90.84 token/s, one figure each": significance(90.12, 90.84),
+        "0.935 alone": significance(None, 0.935, 1319),
+    }
+    return pd.DataFrame(
+        {"what": what, "verdict": j.verdict, "why": j.text} for what, j in pairs.items()
+    )

@@ -1,0 +1,40 @@
+"""What 03_drift shows beside its rows: every frame has what its table and figure need."""
+
+import pytest
+
+from mlakit.report import drifts
+
+
+def test_ulp_bars_are_whole_and_say_their_evidence():
+    bars = drifts.ulp_bars("1536+512", "bf16", m=4)
+    assert set(bars["way"]) == {*drifts.PATHS, *drifts.FORMULAS}
+    assert bars.groupby("way")["share"].sum().to_list() == pytest.approx([1.0] * 6)
+    cut = bars[(bars["way"] == "truncate") & (bars["share"] > 0)]
+    assert set(cut["bin"]) == {"-1", "0"}
+    evidence = bars.groupby("way")["evidence"].first()
+    assert (evidence[list(drifts.PATHS)] == "measured").all()
+    assert (evidence[list(drifts.FORMULAS)] == "emulated").all()
+
+
+def test_growth_has_a_row_a_layer_and_a_sentence_a_pair():
+    rows, words = drifts.growth(layers=6)
+    assert rows.groupby("way")["layer"].max().to_list() == [6, 6, 6]
+    assert len(words) == len(drifts.PAIRS)
+    assert all("floor" in w for w in words)
+
+
+def test_the_storys_figures_are_judged():
+    verdicts = drifts.story()["verdict"].to_list()
+    assert verdicts == ["no evidence", "no samples, no verdict", "no baseline, no verdict"]
+
+
+def test_recorded_fingerprints_agree_with_their_sources():
+    found = drifts.recorded("fingerprints")
+    ran = found[(found["status"] == "ok") & (found["reads_as"] != "")]
+    assert len(ran) >= 20
+    assert set(ran["agrees"]) == {"True"}
+    assert drifts.recorded("no such kind").empty
+
+
+def test_known_findings_say_whose_they_are():
+    assert set(drifts.known()["property_of"]) == {"card", "compiler", "convention"}
