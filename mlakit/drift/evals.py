@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_line, unknown
 
 REAL, INCONCLUSIVE, NO_EVIDENCE = "real", "inconclusive", "no evidence"
 NO_BASELINE = "no baseline, no verdict"
@@ -231,8 +231,8 @@ def read_results(path: str | Path) -> dict[str, bool]:
                 rows = [json.loads(line) for line in file if line.strip()]
             else:
                 rows = list(csv.DictReader(file))
-    except (ValueError, csv.Error) as error:
-        raise MisuseError(f"{path} does not read as CSV or JSONL: {error}") from None
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise MisuseError(f"{path} does not read as CSV or JSONL: {one_line(error)}") from None
     if not all(isinstance(row, dict) for row in rows):
         raise MisuseError(f"{path}: give one JSON object a line")
     filters = sorted({str(row["filter"]) for row in rows if "filter" in row})
@@ -249,6 +249,8 @@ def read_results(path: str | Path) -> dict[str, bool]:
     key = next((name for name in _ID_NAMES if name in rows[0]), None)
     results: dict[str, bool] = {}
     for line, row in enumerate(rows, 1):
+        if found not in row or (key and key not in row):
+            raise MisuseError(f"{path} line {line} has no {found!r} or no {key!r}: complete it")
         name = str(row[key]) if key else str(line)
         if name in results:
             raise MisuseError(f"{path} line {line}: question {name!r} appears twice")

@@ -266,10 +266,10 @@ def read_questions(file: str | Path) -> list[dict]:
     file = Path(file)
     if not file.is_file():
         raise MisuseError(f"no file {file}: give a JSONL of id, prompt and answer")
-    lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
     try:
+        lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
         rows = [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise MisuseError(f"{file} does not read as JSONL of objects: {error}") from None
     for row in rows:
         if {"doc_id", "arguments", "target"} <= set(row):

@@ -16,7 +16,7 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.datafiles import data_dir
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, one_line
 from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row
 from mlakit.report import scrub
 from mlakit.sweep import grid, store
@@ -120,7 +120,7 @@ def validate(file: str | Path) -> pd.DataFrame:
         metadata = pq.read_schema(file).metadata or {}
         table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        raise MisuseError(f"{file.name} does not read as Parquet: {error!s:.80}") from None
+        raise MisuseError(f"{file.name} does not read as Parquet: {one_line(error):.120}") from None
     if _KEY not in metadata:
         raise MisuseError(f"{file.name} has no provenance: only files of `mlakit record` are taken")
     try:

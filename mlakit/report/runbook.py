@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlakit.datafiles import read_json
-from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.errors import ExitCode, MisuseError, one_line, unknown
 from mlakit.report import scrub
 
 STATUS_EXIT = {
@@ -127,6 +127,7 @@ def run_notebook(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlakit-") as scratch:
         order = {
+            "parent": os.getpid(),
             "source": str(source),
             "target": str(target),
             "parameters": parameters,
@@ -150,7 +151,11 @@ def run_notebook(
         finally:
             _end_tree(child.pid)
             child.wait()
-    figures = _finish(target, status, reason)
+    figures = None
+    try:
+        figures = _finish(target, status, reason)
+    except (OSError, ValueError) as error:  # a full disk, or what it left of the notebook
+        status, reason = ("failed", one_line(error)) if status == "ok" else (status, reason)
     if status == "ok" and figures is None:
         status, reason = "incomplete", "the end marker is missing: not every cell ran"
     return NotebookRun(
@@ -272,7 +277,10 @@ def _child(order: dict) -> dict:
 
 
 if __name__ == "__main__":
+    from mlakit.sweep.worker import die_with
+
     task = json.load(sys.stdin)
+    die_with(task["parent"])  # and the kernel ends with this process, which it watches
     outcome = _child(task)
     temporary = Path(task["record"] + ".tmp")
     temporary.write_text(json.dumps(outcome))

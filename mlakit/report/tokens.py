@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pandas as pd
 
 from mlakit import archs
-from mlakit.datafiles import data_dir
+from mlakit.datafiles import data_dir, read_json
 from mlakit.drift import evals
+from mlakit.errors import MisuseError
 from mlakit.models import amdahl, stack
 from mlakit.timing.stats import Interval
 
@@ -44,8 +43,12 @@ def recorded(arch: str) -> list[dict]:
 
 def recorded_anywhere() -> list[dict]:
     """Every committed stack measurement, the latest first."""
-    files = (data_dir() / "recorded").glob("*/*stack*.json")
-    found = [json.loads(f.read_text(encoding="utf-8")) | {"evidence": "recorded"} for f in files]
+    files = sorted((data_dir() / "recorded").glob("*/*stack*.json"))
+    found = [read_json(f) for f in files]
+    for file, held in zip(files, found, strict=True):
+        if not isinstance(held, dict) or not isinstance(held.get("started_at"), str):
+            raise MisuseError(f"{file} holds no stack measurement: restore it")
+    found = [held | {"evidence": "recorded"} for held in found]
     return sorted(found, key=lambda r: r["started_at"], reverse=True)
 
 

@@ -132,6 +132,8 @@ class SweepSpec(BaseModel):
 
 def _load(path: Path) -> object:
     text = path.read_text(encoding="utf-8")
+    if len(text) > 100_000:
+        raise MisuseError(f"{path} has {len(text)} characters: a sweep file is a few lines")
     if path.suffix == ".json":
         return json.loads(text)
     if path.suffix == ".toml":

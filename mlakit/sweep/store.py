@@ -159,7 +159,7 @@ def _migrate(table, kind: str, name: str):
     return table.select([*_COLUMNS[kind], *extra]).replace_schema_metadata(None)
 
 
-def _read_whole(path: Path, damaged: list[str], keep: bool = False):
+def read_file(path: Path, damaged: list[str], keep: bool = False):
     """The table at ``path``; None where the file is damaged, which is named and set aside.
 
     ``keep``: a file that somebody named is never renamed; it is refused.
@@ -176,7 +176,8 @@ def _read_whole(path: Path, damaged: list[str], keep: bool = False):
         int(metadata.get(_VERSION_KEY, 0))
         if _DIGEST_KEY in metadata and metadata[_DIGEST_KEY] != _digest(table):
             raise ValueError("its rows are not those that were written")
-        return table
+        kept = {k: v for k, v in metadata.items() if k == _VERSION_KEY}
+        return table.replace_schema_metadata(kept)
     except (OSError, ValueError, pa.ArrowException) as error:
         if getattr(error, "errno", None):
             raise  # not opened at all: that says nothing of the file's bytes
@@ -199,7 +200,7 @@ def _read_whole(path: Path, damaged: list[str], keep: bool = False):
 def is_done(run_dir: Path, kind: str, cell_id: str) -> bool:
     """Whether the cell's part is there and reads; a damaged one is set aside."""
     path = part_path(run_dir, kind, cell_id)
-    return path.exists() and _read_whole(path, []) is not None
+    return path.exists() and read_file(path, []) is not None
 
 
 def _part_files(folder: Path, kind: str) -> list[Path]:
@@ -229,7 +230,7 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     damaged: list[str] = []
     tables = []
     for path in _part_files(Path(folder), kind):
-        table = _read_whole(path, damaged, keep=Path(folder).is_file())
+        table = read_file(path, damaged, keep=Path(folder).is_file())
         if table is not None:
             tables.append(_migrate(table, kind, path.name))
     tables = tables or [_schema(kind).empty_table().replace_schema_metadata(None)]
@@ -249,7 +250,7 @@ def read_samples(run_dir: str | Path, cell_id: str | None = None):
 
     files = sorted((Path(run_dir) / "samples").glob(f"{cell_id or '*'}.parquet"))
     damaged: list[str] = []
-    tables = [t for t in (_read_whole(f, damaged) for f in files) if t is not None]
+    tables = [t for t in (read_file(f, damaged) for f in files) if t is not None]
     if not tables:
         raise MisuseError(f"no samples of {cell_id or 'any cell'} in {Path(run_dir).name}")
     frame = pa.concat_tables(tables).to_pandas()
@@ -462,7 +463,7 @@ def list_runs(root: str | Path = "runs"):
 def pinned(root: str | Path) -> str:
     """The name of the run that ``root`` compares with, empty where none is pinned."""
     file = Path(root) / PIN
-    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    return file.read_text(encoding="utf-8", errors="replace").strip()[:200] if file.exists() else ""
 
 
 def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
