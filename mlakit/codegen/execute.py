@@ -200,10 +200,7 @@ class _Machine:
         if not compiled.code_matches:
             raise MisuseError(f"{compiled.kernel}: the text does not assemble to the binary's code")
         self.grid = (*grid, 1, 1, 1)[:3]
-        self.gfx = (
-            int(compiled.arch[3:], 16) if compiled.arch == "gfx90a" else int(compiled.arch[3:])
-        )
-        self.gfx = 910 if compiled.arch == "gfx90a" else self.gfx
+        self.gfx = 910 if compiled.arch == "gfx90a" else int(compiled.arch[3:])
         self.program = parse_program(compiled.text)
         self.descriptor = d = read_descriptor(compiled.binary)
         if d.float_mode != 0xF0:
@@ -221,16 +218,14 @@ class _Machine:
         self.lds = memory.Lds(int(np.prod(self.grid)), lds)
         self.executed: Counter = Counter()
         self.kernarg = self._kernarg(compiled, _arguments(compiled, args))
-        self.vgprs = self._vgpr_count(compiled.text)
+        next_free = re.search(r"\.amdhsa_next_free_vgpr\s+(\d+)", compiled.text)
+        self.vgprs = int(next_free.group(1)) + 1
         groups = np.arange(int(np.prod(self.grid)))
         self.group = np.repeat(groups, self.per_group)
         self.rank = np.tile(np.arange(self.per_group), len(groups))
         # What is unknown stops the run only if it is reached.
         for i in self.program.instructions:
             i.handler = find_handler(i, self.memory, self.lds)
-
-    def _vgpr_count(self, text: str) -> int:
-        return int(re.search(r"\.amdhsa_next_free_vgpr\s+(\d+)", text).group(1)) + 1
 
     def _kernarg(self, compiled: Compiled, args: list) -> np.ndarray:
         """The kernarg segment: arguments at their natural alignment, then Triton's scratch."""

@@ -12,7 +12,7 @@ import difflib
 import re
 import struct
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 import pandas as pd
 
@@ -101,7 +101,20 @@ def diff(a: Compiled, b: Compiled, registers: bool = False) -> list[str]:
 
 def resources(compiled: Compiled) -> Resources:
     """Read everything off one compiled kernel."""
-    return _amd(compiled) if compiled.amd else _nvidia(compiled)
+    lines = [line for line in isa(compiled) if not line.endswith(":")]
+    warps = compiled.metadata["num_warps"]
+    own = _amd(compiled, lines) if compiled.amd else _nvidia(compiled, lines)
+    waves, limit = occupancy(
+        compiled.arch, own["vgprs"], own["lds_bytes"], warps, own["sgprs"] or 0
+    )
+    return Resources(
+        arch=compiled.arch,
+        warps=warps,
+        waves_per_simd=waves,
+        limited_by=limit,
+        instructions=len(lines),
+        **own,
+    )
 
 
 def _note(text: str, name: str) -> int:
@@ -144,46 +157,48 @@ _PTX_KINDS = (
 )
 
 
-def _amd(compiled: Compiled) -> Resources:
-    text, arch = compiled.text, compiled.arch
-    lines = [line for line in isa(compiled) if not line.endswith(":")]
+def _moved(lines: list[str], pattern: str, bytes_of) -> tuple[dict[int, int], dict[int, int]]:
+    """(loads, stores): how many move how many bytes a lane; ``pattern`` finds verb and size."""
+    found = [m.groups() for line in lines if (m := re.match(pattern, line))]
+    moved = Counter((verb[0], bytes_of(*rest)) for verb, *rest in found)
+    loads, stores = ({n: k for (v, n), k in moved.items() if v == verb} for verb in "ls")
+    return loads, stores
+
+
+def _count(lines: list[str], pattern: str) -> int:
+    return sum(bool(re.search(pattern, line)) for line in lines)
+
+
+def _amd(compiled: Compiled, lines: list[str]) -> dict:
+    text = compiled.text
     # A dual-issue pair is one instruction with two halves, each of which counts in the mix.
     halves = [half.strip() for line in lines for half in line.split("::")]
-    moved = {"load": Counter(), "store": Counter()}
-    for line in lines:
-        if m := re.match(r"(?:global|buffer|flat)_(load|store)_(?:d16_)?(?:hi_)?(\w+)", line):
-            moved[m.group(1)][_AMD_BYTES.get(m.group(2).split("_")[0], 0)] += 1
-    software = sum("v_add3_u32" in h for h in halves)
-    hardware = sum(h.startswith("v_cvt_pk_bf16_f32") for h in halves)
-    lds = max(compiled.metadata.get("shared", 0), _note(text, "LDSByteSize"))
-    vgprs = _note(text, "TotalNumVgprs") or _note(text, "NumVgprs")
-    sgprs, warps = _note(text, "TotalNumSgprs"), compiled.metadata["num_warps"]
-    waves, limit = occupancy(arch, vgprs, lds, warps, sgprs)
+    loads, stores = _moved(
+        lines,
+        r"(?:global|buffer|flat)_(load|store)_(?:d16_)?(?:hi_)?([a-z0-9]+)",
+        lambda size: _AMD_BYTES.get(size, 0),
+    )
     reductions = {
-        "dpp": sum(bool(re.search(r"_dpp|row_|quad_perm", h)) for h in halves),
-        "permute": sum(h.startswith(("ds_bpermute", "ds_permute", "ds_swizzle")) for h in halves),
-        "permlane": sum(h.startswith("v_permlane") for h in halves),
-        "readlane": sum(h.startswith("v_readlane") for h in halves),
-        "lds": sum(bool(re.match(r"ds_(read|write|load|store)", h)) for h in halves),
+        "dpp": r"_dpp|row_|quad_perm",
+        "permute": r"^ds_(b?permute|swizzle)",
+        "permlane": r"^v_permlane",
+        "readlane": r"^v_readlane",
+        "lds": r"^ds_(read|write|load|store)",
     }
-    return Resources(
-        arch=arch,
-        vgprs=vgprs,
+    hardware, software = _count(halves, r"^v_cvt_pk_bf16_f32"), _count(halves, "v_add3_u32")
+    return dict(
+        vgprs=_note(text, "TotalNumVgprs") or _note(text, "NumVgprs"),
         agprs=_note(text, "NumAgprs"),
-        sgprs=sgprs,
+        sgprs=_note(text, "TotalNumSgprs"),
         vgpr_spills=_note(text, "vgpr_spill_count"),
         sgpr_spills=_note(text, "sgpr_spill_count"),
         scratch_bytes=_note(text, "ScratchSize"),
-        lds_bytes=lds,
-        warps=warps,
-        waves_per_simd=waves,
-        limited_by=limit,
-        loads=dict(moved["load"]),
-        stores=dict(moved["store"]),
+        lds_bytes=max(compiled.metadata.get("shared", 0), _note(text, "LDSByteSize")),
+        loads=loads,
+        stores=stores,
         mix=_mix(halves, _AMD_KINDS),
-        reductions=reductions,
+        reductions={name: _count(halves, pattern) for name, pattern in reductions.items()},
         bf16_convert=_convert(hardware, "v_cvt_pk_bf16_f32", software),
-        instructions=len(lines),
         code_bytes=len(section(compiled.binary, ".text")),
     )
 
@@ -225,37 +240,30 @@ def occupancy(arch: str, vgprs: int, lds_bytes: int, warps: int, sgprs: int = 0)
     return waves, next(name for name, n in limits.items() if n == waves)
 
 
-def _nvidia(compiled: Compiled) -> Resources:
-    lines = [re.sub(r"^@!?%p\d+\s+", "", x) for x in isa(compiled) if not x.endswith(":")]
+def _nvidia(compiled: Compiled, lines: list[str]) -> dict:
+    lines = [re.sub(r"^@!?%p\d+\s+", "", line) for line in lines]
     registers, frame = _cubin(compiled.binary)
-    moved = {"ld": Counter(), "st": Counter()}
-    for line in lines:
-        if m := re.match(r"(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", line):
-            moved[m.group(1)][int(m.group(2) or 1) * int(m.group(3)) // 8] += 1
-    lds, warps = compiled.metadata.get("shared", 0), compiled.metadata["num_warps"]
-    waves, limit = occupancy(compiled.arch, registers, lds, warps)
-    hardware = sum(bool(re.match(r"cvt\.rn\.bf16", line)) for line in lines)
-    return Resources(
-        arch=compiled.arch,
+    loads, stores = _moved(
+        lines,
+        r"(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\b",
+        lambda many, bits: int(many or 1) * int(bits) // 8,
+    )
+    return dict(
         vgprs=registers,
         agprs=0,
         sgprs=None,
         vgpr_spills=frame // 4,
         sgpr_spills=0,
         scratch_bytes=frame,
-        lds_bytes=lds,
-        warps=warps,
-        waves_per_simd=waves,
-        limited_by=limit,
-        loads=dict(moved["ld"]),
-        stores=dict(moved["st"]),
+        lds_bytes=compiled.metadata.get("shared", 0),
+        loads=loads,
+        stores=stores,
         mix=_mix(lines, _PTX_KINDS),
         reductions={
-            "shuffle": sum(x.startswith("shfl") for x in lines),
-            "lds": sum(bool(re.match(r"(ld|st)\.shared", x)) for x in lines),
+            "shuffle": _count(lines, "^shfl"),
+            "lds": _count(lines, r"^(ld|st)\.shared"),
         },
-        bf16_convert=_convert(hardware, "cvt.rn.bf16", 0),
-        instructions=len(lines),
+        bf16_convert=_convert(_count(lines, r"^cvt\.rn\.bf16"), "cvt.rn.bf16", 0),
         code_bytes=len(section(compiled.binary, ".text." + compiled.metadata["name"])),
     )
 
@@ -275,16 +283,13 @@ def table(
     hidden: list[Widths], dtype: str = "bf16", arch_names: tuple[str, ...] = ARCHS, **more
 ) -> pd.DataFrame:
     """Resources of the fused kernel, one row an arch and width; ``more`` goes to ``request``."""
-    wanted = [(a, w, request(a, w, dtype, **more)) for w in hidden for a in arch_names]
+    wanted = [(w, request(a, w, dtype, **more)) for w in hidden for a in arch_names]
+    made = compile_many([ask for _, ask in wanted])
     rows = []
-    for (_, widths, ask), compiled in zip(
-        wanted, compile_many([r for *_, r in wanted]), strict=True
-    ):
+    for (widths, ask), compiled in zip(wanted, made, strict=True):
         found = resources(compiled)
-        row = {f.name: getattr(found, f.name) for f in fields(found)}
-        row |= dict(hidden=str(widths), dtype=dtype, wide_share=found.wide_share)
-        row |= dict(config=str(ask.arguments["config"]), triton=compiled.triton)
-        rows.append(row)
+        row = asdict(found) | dict(hidden=str(widths), dtype=dtype, wide_share=found.wide_share)
+        rows.append(row | dict(config=str(ask.arguments["config"]), triton=compiled.triton))
     return pd.DataFrame(rows)
 
 

@@ -81,6 +81,15 @@ def _array(tensor: torch.Tensor):
     return tensor.detach().view(_BITS[tensor.element_size()]).numpy()
 
 
+def _inputs(i: Inputs, k_out: torch.Tensor) -> dict:
+    """The arguments that every kernel takes, by name."""
+    return dict(
+        q=_array(i.q), q_weight=_array(i.q_weight), k=_array(i.k), k_weight=_array(i.k_weight),
+        k_out=_array(k_out), q_stride=i.q.stride(0), k_stride=i.k.stride(0),
+        m=len(i.k), q_eps=i.q_eps, k_eps=i.k_eps,
+    )  # fmt: skip
+
+
 def emulate_qk_rmsnorm(
     arch: str,
     inputs: Inputs,
@@ -100,36 +109,23 @@ def emulate_qk_rmsnorm(
         EmulationError: the run stopped, and why.
     """
     i, arch = inputs, archs.base_name(arch)
-    m, q_width, k_width = len(i.k), i.q.shape[1], i.k.shape[1]
+    m, widths = len(i.k), Widths(i.q.shape[1], i.k.shape[1])
     dtype = _DTYPES[i.k.dtype]
-    config = config or triton_config.heuristic(arch, m, q_width, k_width, dtype)
+    config = config or triton_config.heuristic(arch, m, *_pair(widths), dtype)
     if compiled is None:
         aligned = all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (i.q, i.k))
-        weight = _DTYPES[i.k_weight.dtype]
-        wanted = request(
-            arch,
-            Widths(q_width, k_width),
-            dtype,
-            config=config,
-            weight_dtype=weight,
-            aligned=aligned,
-        )
-        compiled = compile_one(wanted)
-    q_out, k_out = torch.empty_like(i.q), torch.empty_like(i.k)
-    q_out, k_out = q_out.contiguous(), k_out.contiguous()
+        more = dict(weight_dtype=_DTYPES[i.k_weight.dtype], aligned=aligned)
+        compiled = compile_one(request(arch, widths, dtype, config=config, **more))
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype) for x in (i.q, i.k))
     resident = (archs.arch(arch).compute_units or 1) * _RESIDENT_PER_UNIT
-    done = run(
-        compiled,
-        (triton_config.programs(config, m, q_width, resident),),
-        dict(
-            q=_array(i.q), q_weight=_array(i.q_weight), q_out=_array(q_out),
-            k=_array(i.k), k_weight=_array(i.k_weight), k_out=_array(k_out),
-            q_stride=i.q.stride(0), k_stride=i.k.stride(0),
-            q_out_stride=q_width, k_out_stride=k_width, m=m, q_eps=i.q_eps, k_eps=i.k_eps,
-        ),
-        **trace,
-    )  # fmt: skip
+    grid = (triton_config.programs(config, m, widths.q_lora_rank, resident),)
+    own = dict(q_out=_array(q_out), q_out_stride=i.q.shape[1], k_out_stride=i.k.shape[1])
+    done = run(compiled, grid, _inputs(i, k_out) | own, **trace)
     return Emulated(q_out, k_out, done, compiled)
+
+
+def _pair(widths: Widths) -> tuple[int, int]:
+    return widths.q_lora_rank, widths.kv_lora_rank
 
 
 def emulate_quantised(
@@ -143,32 +139,27 @@ def emulate_quantised(
 ) -> Emulated:
     """Run ``arch``'s binary of the fused norm that delivers q as ``quant``; as above."""
     i, arch = inputs, archs.base_name(arch)
-    m, q_width, k_width = len(i.k), i.q.shape[1], i.k.shape[1]
+    m, widths = len(i.k), Widths(i.q.shape[1], i.k.shape[1])
     dtype = _DTYPES[i.k.dtype]
     native = archs.fp8_format(arch) or "fp8_ocp"
     options = options or Options(encoding=None if quant == "mxfp4" else native)
-    config = config or triton_quant.heuristic(quant, arch, m, q_width, k_width, dtype)
+    config = config or triton_quant.heuristic(quant, arch, m, *_pair(widths), dtype)
     if compiled is None:
-        widths = Widths(q_width, k_width)
         wanted = request(arch, widths, dtype, config=config, quant=quant, options=options)
         compiled = compile_one(wanted)
     out = quantised.empty(quant, i.q, options)
-    k_out = torch.empty_like(i.k).contiguous()
+    k_out = torch.empty(i.k.shape, dtype=i.k.dtype)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
     scale = out.scale if shuffled else quantised.plain_scale(quant, out, options)
-    unquantised = i.q if out.unquantised is None else out.unquantised
     scale_rows = out.scale.shape[0]
-    done = run(
-        compiled,
-        (triton_quant.programs(config, m, scale_rows, True),),
-        dict(
-            q=_array(i.q), q_weight=_array(i.q_weight), values=_array(out.values),
-            scales=_array(scale), unquantised=_array(unquantised),
-            k=_array(i.k), k_weight=_array(i.k_weight), k_out=_array(k_out),
-            q_stride=i.q.stride(0), k_stride=i.k.stride(0),
-            scale_row_stride=scale.stride(0), scale_group_stride=scale.stride(1),
-            m=m, scale_rows=scale_rows, q_eps=i.q_eps, k_eps=i.k_eps,
-        ),
-        **trace,
-    )  # fmt: skip
+    own = dict(
+        values=_array(out.values),
+        scales=_array(scale),
+        unquantised=_array(i.q if out.unquantised is None else out.unquantised),
+        scale_row_stride=scale.stride(0),
+        scale_group_stride=scale.stride(1),
+        scale_rows=scale_rows,
+    )
+    grid = (triton_quant.programs(config, m, scale_rows, True),)
+    done = run(compiled, grid, _inputs(i, k_out) | own, **trace)
     return Emulated(out, k_out, done, compiled)

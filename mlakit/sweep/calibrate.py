@@ -114,7 +114,7 @@ class _Design:
         found = latency.by_cause(
             parameters, units, self.resident, self.columns, self.call, self.rows
         )
-        return sum(found.values())
+        return np.sum(list(found.values()), axis=0)
 
 
 def predict(frame: pd.DataFrame, parameters: Mapping[str, float], units: int) -> np.ndarray:
