@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -154,6 +155,15 @@ def set_aside(run: store.Run, missing: list[Job]) -> None:
             part.replace(part.with_name(f"{part.name}.retried"))
 
 
+def longest_first(jobs: Iterable[Job]) -> list[Job]:
+    """In an order that lets several devices end together: no long cell is left for the end.
+
+    Cells of about 2000 rows are the quickest (0.8 s on an H200): fewer rows sample up to their
+    budget (2 to 3 s at M = 1 to 64), more take longer to fill and check.
+    """
+    return sorted(jobs, key=lambda job: -abs(math.log2(job[1].m / 2048)))
+
+
 def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
     """The jobs still to do, GPUs first, and a summary that counts those already done.
 
@@ -291,7 +301,7 @@ class _AtWork:
 
     def _share_out(self, jobs: list[Job], devices: list[WarmDevice]) -> None:
         """Let each device take the next job until none is left."""
-        queue = iter(jobs)
+        queue = iter(longest_first(jobs) if len(devices) > 1 else jobs)
         errors: list[BaseException] = []
 
         def work(device: WarmDevice) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from mlakit.sweep.run import (
     SweepSummary,
     count_in,
     finish,
+    longest_first,
     missing_jobs,
     open_sweep,
     run_sweep,
@@ -43,6 +45,7 @@ from mlakit.sweep.worker import (
 )
 
 _START_S = 120.0
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def local(cells: Sequence[Cell] | None, out_dir: str | Path, **options) -> SweepSummary:
@@ -64,13 +67,16 @@ def local_cluster(archs: Sequence[str] | None = None):
         probe = Worker()
         probe.stop()
         archs = [d["arch"] for d in probe.environment["devices"].values()]
+    # dask would give each worker one thread, and figures of a CPU would be another machine's
+    share = str(max(1, len(os.sched_getaffinity(0)) // max(1, len(archs) - archs.count("cpu"))))
+    threads = {name: os.environ.get(name, share) for name in _THREADS}
     workers: dict = {}
     seen: dict[str, int] = {}
     for number, arch in enumerate(archs):
         index = seen[arch] = seen.get(arch, -1) + 1
         shown = "HIP_VISIBLE_DEVICES" if vendor_of(arch) == "amd" else "CUDA_VISIBLE_DEVICES"
         options = {"nthreads": 1, "resources": {arch: 1}, "dashboard_address": None}
-        options["env"] = {} if arch == "cpu" else {shown: str(index)}
+        options["env"] = threads | ({} if arch == "cpu" else {shown: str(index)})
         workers[number] = {"cls": distributed.Nanny, "options": options}
     scheduler = {
         "cls": distributed.Scheduler,
@@ -133,7 +139,7 @@ def over_dask(
         summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
         every = FUNCTIONS | (functions or {})
         futures = {}
-        for kind, cell in missing:
+        for rank, (kind, cell) in enumerate(longest_first(missing)):
             if not devices_of(cell.arch, env):
                 reason = f"no dask worker offers {cell.arch} (offered: {', '.join(here(env))})"
                 statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
@@ -141,7 +147,9 @@ def over_dask(
                 continue
             arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], time_limit_s)
             key, offer = f"{run.id}-{kind}-{cell.id}", {cell.arch: 1}
-            future = client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
+            future = client.submit(
+                _run_cell, *arguments, key=key, resources=offer, pure=False, priority=-rank
+            )
             futures[future] = (kind, cell)
         for future in distributed.as_completed(list(futures), loop=client.loop):
             kind, cell = futures[future]

@@ -36,11 +36,11 @@ def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_
     killed = []
 
     def kill_one_at_work(done, total, cell, words):
-        if done == 4:
-            begun = [line.split() for line in doubles_log.read_text().splitlines()]
-            ended = {i for what, i, _ in begun if what == "end"}
-            child = next(int(pid) for what, i, pid in begun if what == "begin" and i not in ended)
-            killed.append(parent_of(child))
+        begun = [line.split() for line in doubles_log.read_text().splitlines()]
+        ended = {i for what, i, _ in begun if what == "end"}
+        at_work = [int(pid) for what, i, pid in begun if what == "begin" and i not in ended]
+        if done >= 3 and at_work and not killed:
+            killed.append(parent_of(at_work[0]))
             os.kill(killed[0], signal.SIGKILL)
 
     with spread.local_cluster(["cpu", "cpu"]) as cluster:
@@ -93,6 +93,17 @@ def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, m
     finally:
         spread._STARTED[0][0].stop()
     assert doubles_log.read_text().count("begin") == 1
+
+
+def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
+    cells = expand(batches=[2048, 64, 65536, 512, 1], paths=["cpu_fused"])
+    jobs = run.longest_first([("timing", c) for c in cells])
+    assert [c.m for _, c in jobs] == [1, 64, 65536, 512, 2048]
+    with spread.local_cluster(["cpu"]) as cluster:
+        options = cluster.worker_spec[0]["options"]
+    assert options["env"]["OMP_NUM_THREADS"] == os.environ.get(
+        "OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))
+    )
 
 
 def test_local_shares_the_cells_out_among_the_devices(tmp_path, doubles_log, monkeypatch):
