@@ -21,12 +21,12 @@ from mlakit.paths import quantised, registry
 from mlakit.rounding import oracle, round_to
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = [n for n in registry.names() if not n.startswith("aiter")]
+OTHERS = ("aiter", "liger", "quack", "flashinfer")
+"""other projects' kernels: `mlakit audit` judges them, and they run on no CPU"""
+NAMES = [n for n in registry.names() if not n.startswith(OTHERS)]
 PLAIN = [n for n in NAMES if registry.get(n).output == "none"]
 QUANTISED = [n for n in NAMES if registry.get(n).output != "none"]
-COMPILED = ("inductor", "triton_", "unfused_", "liger", "quack", "flashinfer")
-ONE_ULP_MORE = {"cast_then_weight": 1}
-"""roundings that are legitimately further from the once-rounded oracle"""
+COMPILED = ("inductor", "triton_", "unfused_")
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
@@ -35,7 +35,7 @@ def examples(path):
     """As many as a path's cost allows: each new kind of arguments may be compiled."""
     few = 8 if DEVICE == "cuda" else 3
     return settings(
-        max_examples=2 if path.name == "inductor" else few if compiles(path) else 25,
+        max_examples=2 if path.name == "inductor" else few if compiles(path) else 16,
         derandomize=True,
         database=None,
         deadline=None,
@@ -170,13 +170,13 @@ def ulps(y, want):
     return far
 
 
-def assert_right(path, got, arguments):
+def assert_right(got, arguments):
     for y, (x, weight, eps) in zip(got, (arguments[:3], arguments[3:]), strict=True):
         assert y.shape == x.shape
         assert y.dtype == x.dtype
         want = round_to(oracle(x, weight, eps), x.dtype)
         assert torch.equal(y.isnan(), want.isnan())
-        limit = ONE_ULP_MORE.get(path.rounding, 0) + (4 if x.dtype == torch.float32 else 1)
+        limit = 4 if x.dtype == torch.float32 else 1
         assert not y.numel() or ulps(y, want).max() <= limit
 
 
@@ -208,7 +208,7 @@ def test_every_call_is_right_or_refused_in_one_line(path):
         got, refusal = outcome(path, arguments)
         assert_kept(before)
         if refusal is None:
-            assert_right(path, got, arguments)
+            assert_right(got, arguments)
             assert all(y.is_contiguous() for y in got)
             return
         assert "\n" not in refusal
@@ -223,7 +223,7 @@ def test_nan_and_inf_stay_in_their_rows(path):
     @examples(path)
     @given(calls(path, planted=True))
     def holds(made):
-        assert_right(path, path.call(*made[0]), made[0])
+        assert_right(path.call(*made[0]), made[0])
 
     holds()
 
