@@ -282,7 +282,8 @@ class _Measurement:
                 **self.conditions,
             }
             if entry.status in ("ok", "implausible"):
-                row |= self._figures(entry, limits_us[entry.overlaps])
+                early = entry.overlaps or entry.name == "copy_limit"
+                row |= self._figures(entry, limits_us[early])
             row["flags"] = ",".join(sorted(set(entry.flags)))
             row["note"] = "; ".join([*entry.notes, f"torch threads {torch.get_num_threads()}"])
             rows.append(row)

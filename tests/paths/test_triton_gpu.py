@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device"),
 ]
-BOUNDARIES = (1, 2, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 65535)
+BOUNDARIES = (1, 2, 32, 33, 128, 129, 192, 193, 1024, 1025, 2048, 2049, 4095, 4096, 4097, 65535)
 
 
 def rows(m, widths, dtype=torch.bfloat16, seed=0):
@@ -119,11 +119,12 @@ def test_an_early_launch_waits_for_what_it_reads():
     args = rows(512, Widths(1536, 512))
     plain = heuristic(archs.devices()[0].arch, 512, 1536, 512)
     early = dataclasses.replace(plain, pdl=True)
+    first = dataclasses.replace(early, release_first=True)
     if early not in search_space(archs.devices()[0].arch, 512, 1536, 512):
         pytest.skip("this card has no programmatic dependent launch")
     news = torch.randn(100, 512, 1536, device="cuda").bfloat16()
     results = []
-    for config in (plain, early):
+    for config in (plain, early, first):
         got = []
         for new in news:
             args[0].copy_(new)
@@ -131,7 +132,8 @@ def test_an_early_launch_waits_for_what_it_reads():
             twice = triton_fused.call(once[0], *args[1:3], once[1], *args[4:], config=config)
             got.append(twice[0] + 1)
         results.append(torch.stack(got))
-    assert torch.equal(*results)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_gradients_and_compile_on_the_card():

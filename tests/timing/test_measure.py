@@ -108,6 +108,36 @@ def test_a_good_cell_has_complete_rows_controls_and_raw_samples():
     assert fused["launch_floor_us"] == rows["launch_floor"]["p50_us"] < fused["p50_us"]
 
 
+def test_a_path_is_held_against_the_copy_that_is_launched_as_it_is(monkeypatch):
+    early = made(
+        "early", norms, fused=True, launches=1, knobs=lambda context: {"pdl": True}, plain_call=slow
+    )
+    monkeypatch.setitem(PATHS, "early", early)
+    copies = {"copy_limit": ("early", norms), "copy_plain": ("plain", slow)}
+    monkeypatch.setattr(measure.controls, "best_copies", lambda *a, **k: copies)
+    rows, _ = rows_of("two", "early")
+    assert list(rows) == ["two", "early", "copy_limit", "copy_plain", "launch_floor", "fused_plain"]
+    for name, limit in (
+        *(("early", "copy_limit"), ("copy_limit", "copy_limit")),
+        *(("two", "copy_plain"), ("fused_plain", "copy_plain")),
+    ):
+        share = 100 * rows[limit]["p50_us"] / rows[name]["p50_us"]
+        assert rows[name]["pct_of_limit"] == pytest.approx(share)
+    assert rows["early"]["config"] == '{"pdl": true}'
+    assert rows["fused_plain"]["p50_us"] > rows["early"]["p50_us"] + 400
+    assert set(rows) - {"two", "early"} == set(CONTROLS)
+
+
+def test_a_path_that_makes_its_outputs_is_given_none(monkeypatch):
+    def strict(*args, out=None):
+        assert out is None
+        return norms(*args)
+
+    monkeypatch.setitem(PATHS, "own", made("own", strict, makes_outputs=True))
+    assert rows_of("own")[0]["own"]["status"] == "ok"
+    assert "AssertionError" in rows_of("own", layout="split_out")[0]["own"]["reason"]
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
