@@ -20,6 +20,15 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def install_of(module: str) -> str:
+    """What to install for a module that is missing: the extra of mlakit that brings it, if any."""
+    for line in metadata.requires("mlakit") or []:
+        found = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
+        if found and found[1].lower().replace("-", "_") == module.lower():
+            return f"'mlakit[{found[2]}]'"
+    return module
+
+
 def torch_release(version: str) -> str:
     """``2.13`` for ``2.13.0+cpu``."""
     return ".".join(version.split("+")[0].split(".")[:2])

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from mlakit import versions
 from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError, one_line
 
 app = typer.Typer(
@@ -45,6 +46,11 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         see = f"; see: {context.command_path} --help" if context else ""
         code = complain(error.format_message().rstrip(".") + see)
+    except ModuleNotFoundError as error:
+        module = (error.name or "mlakit").split(".")[0]
+        if module == "mlakit":
+            raise
+        code = complain(f"{module} is not here: pip install {versions.install_of(module)}")
     except LockedError as error:
         code = complain(str(error), code=ExitCode.INCOMPLETE)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
