@@ -215,6 +215,13 @@ def borrowed(product: Arch) -> Card:
     return Card(product.name, product.product, product.compute_units, p, source, {})
 
 
+def error_words(median_pct: float | str | None, worst_pct: float | str | None) -> str:
+    """An error beside a figure: half of unseen cells within the first, nine in ten in the other."""
+    if not isinstance(median_pct, float) or not isinstance(worst_pct, float):
+        return "error unknown"
+    return f"± {median_pct:.0f} %, nine in ten within {worst_pct:.0f} %"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A modelled figure and what is known of its error."""
@@ -234,7 +241,7 @@ class Estimate:
     evidence: str = "modelled"
 
     def __str__(self) -> str:
-        error = "error unknown" if self.error_pct is None else f"± {self.error_pct:.0f} %"
+        error = error_words(self.error_pct, self.worst_pct)
         more = f", extrapolated: {'; '.join(self.outside)}" if self.outside else ""
         return f"{self.us:.3g} us ({error}, {self.evidence}{more})"
 

@@ -88,6 +88,23 @@ def best_two(names: list[str]) -> list[str]:
     return [*fused[:1], *pairs[:1]]
 
 
+def error_words(arch: str, path: str) -> str:
+    """The model's error for one path on one arch, in words."""
+    return latency.error_words(*latency.known_error(arch, path)[:2])
+
+
+def bars(arch: str, parts: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """Rows of ``latency.breakdown`` of the two paths to draw, each with its error beside it."""
+    some = parts[parts["path"].isin(best_two(names))]
+    return some.assign(path=[f"{p} ({error_words(arch, p)})" for p in some["path"]])
+
+
+def fusion_title(arch: str) -> str:
+    """Title of the fusion figure: the arch, and the error of what is modelled."""
+    path = "cpu_fused" if arch == "cpu" else "triton_fused"
+    return f"What the launch saved buys on {arch} ({error_words(arch, path)})"
+
+
 def emulated(made: dict[str, Compiled], widths: Widths, dtype: str, seed: int) -> pd.DataFrame:
     """Drift of each AMD binary, executed on numpy over 8 rows, against float64; a row an output."""
     inputs = make(8, widths, dtype, seed=seed)
@@ -145,10 +162,11 @@ def verdict(arch: str, model: str, batches: list[int], dtype: str) -> list[str]:
         frame = latency.fusion(arch, widths, batches, dtype)
     except MisuseError as reason:
         return [f"No time is modelled for {arch}: {reason}."]
-    _, _, scored = latency.known_error(arch, "cpu_fused" if arch == "cpu" else "triton_fused")
+    median, worst, scored = latency.known_error(
+        arch, "cpu_fused" if arch == "cpu" else "triton_fused"
+    )
     first, last = frame.iloc[0], frame.iloc[-1]
-    error = first["error_pct"]
-    words = "error unknown" if isinstance(error, str) else f"± {error:.0f} % (median)"
+    words = latency.error_words(median, worst)
     here = "" if arch in archs.here() else ", which nobody ran here"
     sentences = [
         f"Modelled for {arch}{here}, {words}, scored on {scored}: one launch instead of two saves "

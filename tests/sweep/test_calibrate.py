@@ -210,4 +210,4 @@ def test_the_committed_table_is_what_the_recorded_rows_give(h200):
         }
     for line in again:
         key = (line["what"], line["path"], line["name"])
-        assert kept[key] == pytest.approx(float(line["value"]), rel=0.05, abs=0.05), key
+        assert kept[key] == pytest.approx(float(line["value"]), rel=0.1, abs=0.3), key
