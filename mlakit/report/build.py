@@ -354,4 +354,5 @@ def _markdown(summary: dict) -> str:
         f"| [{r['name']}]({r['page']}) | {r['arch']} | {r['model']} | {r['status']} |"
         for r in summary["runs"]
     ]
-    return scrub.text("\n".join(lines) + "\n")
+    # Markdown renders HTML, and names are anybody's.
+    return scrub.text("\n".join(lines).replace("<", "\\<") + "\n")

@@ -181,9 +181,9 @@ class Comparison:
         for title, names in (("Now wrong", self.broken), ("Missing from B", self.missing)):
             if names:
                 parts += ["", f"{title} ({len(names)}):", *(f"- {n}" for n in names[:most])]
-        if self.pinned:
-            parts += ["", self.pinned.to_markdown(most=most)]
-        return "\n".join(parts)
+        # Markdown renders HTML, and names are anybody's.
+        text = "\n".join(parts).replace("<", "\\<")
+        return text + (f"\n\n{self.pinned.to_markdown(most=most)}" if self.pinned else "")
 
     def _summary(self) -> list[str]:
         counts = ", ".join(f"{n} {v}" for v, n in self.counts.items())
