@@ -26,12 +26,12 @@ STATUSES = (
     "oom",
     "implausible",
 )
-CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain")
+CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain", "fused_early")
 """Rows with these in ``path_ran`` are controls of their cell, never peers.
 
 ``copy_limit`` is the fastest same-traffic copy of any launch. Where launches can overlap
-(programmatic dependent launch) there is also ``copy_plain``, the fastest that does not, and, beside
-a path that does, ``fused_plain``: the same path launched without.
+(programmatic dependent launch) there is also ``copy_plain``, the fastest that does not, and the
+fused path launched the other way than it chose: ``fused_plain`` or ``fused_early``.
 """
 
 IDENTITY = (

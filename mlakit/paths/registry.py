@@ -68,8 +68,8 @@ class Path:
     """False: correctness only on a CPU (interpreter); may never enter a timing table there"""
     knobs: Callable[[Context], dict] | None = None
     """what a call chooses in a context, for the record; ``pdl``: launches overlap"""
-    plain_call: Callable | None = None
-    """``call`` with launches that never overlap, where ``knobs`` say that others do"""
+    launched: Callable[[bool], Callable] | None = None
+    """``call`` with early (overlapping) launches or without, whatever ``knobs`` say"""
     splits_from_m: int | None = None
     """rows from which the path launches two kernels; such rows are no fused figures"""
     truncates: bool = False

@@ -7,6 +7,7 @@ Calls that are traced or want a gradient go through the operator ``mlakit::qk_rm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -239,12 +240,17 @@ def knobs(context: Context) -> dict:
     return asdict(triton_config.heuristic(context.arch, context.m, *widths, context.dtype))
 
 
-def plain_call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
-    """``call`` without early launch: each launch waits until the one before has ended."""
-    arch = archs.devices()[k.get_device()].arch
-    shape = k.numel() // k.shape[-1], q.shape[-1], k.shape[-1], DTYPE_NAMES[k.dtype]
-    config = replace(triton_config.heuristic(arch, *shape), pdl=False)
-    return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
+def launched(early: bool) -> Callable:
+    """``call`` with early launches, or with none: each waits until the one before has ended."""
+
+    def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
+        arch = archs.devices()[k.get_device()].arch
+        m = k.numel() // k.shape[-1]
+        config = triton_config.heuristic(arch, m, q.shape[-1], k.shape[-1], DTYPE_NAMES[k.dtype])
+        config = replace(config, pdl=early, release_first=early and config.release_first)
+        return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
+
+    return call
 
 
 def supports(context: Context) -> str | None:
@@ -270,5 +276,5 @@ PATH = Path(
     fused=True,
     timed=False,
     knobs=knobs,
-    plain_call=plain_call,
+    launched=launched,
 )

@@ -193,12 +193,19 @@ class _Measurement:
             for entry in self._ready():
                 entry.fail(error)
             return
-        plain = [e for e in self._ready() if e.overlaps]
+        fused = [e for e in self._ready() if e.path.launched and "copy_plain" in copies]
         floor = controls.floor_call(self.cell.clock, self.device)
         self.entries += [
             *(Entry(name, call=call, config=config) for name, (config, call) in copies.items()),
             Entry("launch_floor", call=floor),
-            *(Entry("fused_plain", call=e.path.plain_call) for e in plain[:1]),
+            *(
+                Entry(
+                    "fused_plain" if e.overlaps else "fused_early",
+                    call=e.path.launched(not e.overlaps),
+                    overlaps=not e.overlaps,
+                )
+                for e in fused[:1]
+            ),
         ]
         self._attempt(self._make_lane, ring)
 

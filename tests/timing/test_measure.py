@@ -108,24 +108,32 @@ def test_a_good_cell_has_complete_rows_controls_and_raw_samples():
     assert fused["launch_floor_us"] == rows["launch_floor"]["p50_us"] < fused["p50_us"]
 
 
-def test_a_path_is_held_against_the_copy_that_is_launched_as_it_is(monkeypatch):
-    early = made(
-        "early", norms, fused=True, launches=1, knobs=lambda context: {"pdl": True}, plain_call=slow
+@pytest.mark.parametrize("pdl", [True, False])
+def test_a_path_is_held_against_the_copy_that_is_launched_as_it_is(monkeypatch, pdl):
+    path = made(
+        "fused",
+        norms if pdl else slow,
+        fused=True,
+        launches=1,
+        knobs=lambda context: {"pdl": pdl},
+        launched=lambda early: norms if early else slow,
     )
-    monkeypatch.setitem(PATHS, "early", early)
+    monkeypatch.setitem(PATHS, "fused", path)
     copies = {"copy_limit": ("early", norms), "copy_plain": ("plain", slow)}
     monkeypatch.setattr(measure.controls, "best_copies", lambda *a, **k: copies)
-    rows, _ = rows_of("two", "early")
-    assert list(rows) == ["two", "early", "copy_limit", "copy_plain", "launch_floor", "fused_plain"]
+    rows, _ = rows_of("two", "fused")
+    other = "fused_plain" if pdl else "fused_early"
+    assert list(rows) == ["two", "fused", "copy_limit", "copy_plain", "launch_floor", other]
+    assert set(rows) - {"two", "fused"} < set(CONTROLS)
+    early, plain = ("fused", other) if pdl else (other, "fused")
+    assert rows[plain]["p50_us"] > rows[early]["p50_us"] + 400
     for name, limit in (
-        *(("early", "copy_limit"), ("copy_limit", "copy_limit")),
-        *(("two", "copy_plain"), ("fused_plain", "copy_plain")),
+        *((early, "copy_limit"), ("copy_limit", "copy_limit")),
+        *((plain, "copy_plain"), ("two", "copy_plain"), ("copy_plain", "copy_plain")),
     ):
         share = 100 * rows[limit]["p50_us"] / rows[name]["p50_us"]
-        assert rows[name]["pct_of_limit"] == pytest.approx(share)
-    assert rows["early"]["config"] == '{"pdl": true}'
-    assert rows["fused_plain"]["p50_us"] > rows["early"]["p50_us"] + 400
-    assert set(rows) - {"two", "early"} == set(CONTROLS)
+        assert rows[name]["pct_of_limit"] == pytest.approx(share), name
+    assert rows["fused"]["config"] == f'{{"pdl": {str(pdl).lower()}}}'
 
 
 def test_a_path_that_makes_its_outputs_is_given_none(monkeypatch):
