@@ -71,6 +71,19 @@ def test_import_loads_no_optional_package_and_no_driver():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_public_names_load_in_no_time():
+    """Their own modules and nothing slow: dynamo alone takes two seconds to import."""
+    slow = ["torch._dynamo", "torch._inductor", "sympy", "scipy.stats", "triton", "pydantic"]
+    done = run(
+        "import sys, torch; before = set(sys.modules)\n"
+        "import mlakit; [getattr(mlakit, name) for name in mlakit.__all__]\n"
+        f"loaded = [m for m in {slow!r} if m in sys.modules and m not in before]\n"
+        "assert not loaded, loaded\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_module_imports_without_the_optional_packages():
     """Each optional package is made impossible to import, as on a machine that lacks them all."""
     code = (

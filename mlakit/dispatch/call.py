@@ -164,9 +164,12 @@ def _wants_grad(q, q_weight, k, k_weight) -> bool:
     return q.requires_grad or q_weight.requires_grad or k.requires_grad or k_weight.requires_grad
 
 
-@torch.compiler.assume_constant_result
 def _operator_runs() -> bool:
     return probe.package_reason("triton") is None
+
+
+# torch.compiler.assume_constant_result sets this, and imports dynamo (two seconds) to do so.
+_operator_runs._dynamo_marked_constant = True
 
 
 def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
