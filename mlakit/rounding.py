@@ -58,15 +58,6 @@ def order(values: torch.Tensor) -> torch.Tensor:
 
 STATISTICS = ("float32", "bf16_squares", "bf16_mean", "bf16_sum", "bf16_variance")
 EPS_RULES = ("inside", "eps_outside", "eps_clamped", "eps_ignored")
-RSTDS = ("float32", "bf16_rstd", "approx_rsqrt")
-PRODUCTS = (
-    "round_once",
-    "cast_then_weight",
-    "truncate",
-    "truncate_twice",
-    "weight_dtype",
-    "bf16_scale",
-)
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,9 @@ class Recipe:
     statistic: ``bf16_squares`` rounds each square, ``bf16_mean`` the mean, ``bf16_sum`` both,
     ``bf16_variance`` also mean + eps. eps: inside the root, outside it (added to the RMS), as a
     floor of the mean, or ignored. rstd: ``bf16_rstd`` rounds s; ``approx_rsqrt`` keeps 12 of its
-    bits, as x86's RSQRTPS promises (Intel SDM: relative error up to 1.5 * 2**-12). product: see
-    ``ROUNDINGS``; ``bf16_scale`` is R(x * R(s*w)). offset: 1 for gemma's 1 + w.
+    bits, as x86's RSQRTPS promises (Intel SDM: relative error up to 1.5 * 2**-12). product:
+    round_once, cast_then_weight, truncate, truncate_twice, weight_dtype or bf16_scale, see
+    ``ROUNDINGS``. offset: 1 for gemma's 1 + w.
     """
 
     statistic: str = "float32"
