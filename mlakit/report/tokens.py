@@ -117,6 +117,28 @@ def story(rows: pd.DataFrame, arch: str) -> list[str]:
     return sentences
 
 
+def launches() -> list[str]:
+    """What one launch more in each layer costs, from the recorded experiments on graphs."""
+    sentences = []
+    for file in sorted((data_dir() / "recorded").glob("*/*stack-forks.csv")):
+        rows = pd.read_csv(file)
+        whole = rows[(rows["layers"] == rows["layers"].max()) & (rows["forks"] == 0)]
+        for batch, part in whole.groupby("batch"):
+            with_it, without = (
+                part[part["experiment"] == e].iloc[0] for e in ("forks", "torch_rms_norm")
+            )
+            more, least, most = (
+                (with_it[a] - without[b]) / with_it["layers"]
+                for a, b in (("step_us", "step_us"), ("step_lo", "step_hi"), ("step_hi", "step_lo"))
+            )
+            sentences.append(
+                f"One launch more in each layer, of a kernel that writes one number, costs "
+                f"{more:.2f} us ({least:.2f} to {most:.2f}) a layer at batch {batch} (recorded on "
+                f"{with_it['device']})."
+            )
+    return sentences
+
+
 def gains(saved: Interval, layers: int, speeds: tuple[float, ...]) -> pd.DataFrame:
     """What ``saved`` us a layer is worth to models that decode at ``speeds`` token/s a sequence."""
     rows = []

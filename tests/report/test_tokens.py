@@ -89,6 +89,20 @@ def test_recorded_stacks_are_found_and_called_recorded(tmp_path, monkeypatch):
     assert set(rows["evidence"]) == {"recorded"}
 
 
+def test_what_a_launch_costs_is_read_off_the_experiment(tmp_path, monkeypatch):
+    (tmp_path / "recorded" / "card").mkdir(parents=True)
+    (tmp_path / "recorded" / "card" / "1-stack-forks.csv").write_text(
+        "arch,device,experiment,batch,layers,forks,step_us,step_lo,step_hi\n"
+        "sm_90,a card,forks,1,10,0,112,111,113\n"
+        "sm_90,a card,forks,1,10,10,150,149,151\n"
+        "sm_90,a card,torch_rms_norm,1,10,0,100,99,102\n"
+        "sm_90,a card,torch_rms_norm,1,2,0,20,20,20\n"
+    )
+    monkeypatch.setattr(tokens, "data_dir", lambda: tmp_path)
+    (said,) = tokens.launches()
+    assert "costs 1.20 us (0.90 to 1.40) a layer at batch 1 (recorded on a card)" in said
+
+
 def test_what_a_saving_is_worth():
     frame = tokens.gains(Interval(1.44, 1.4, 1.5), 61, (20.0, 90.12))
     assert frame["after"].iloc[1] == pytest.approx(90.84, abs=0.01)
