@@ -4,12 +4,14 @@ Import this only where triton is.
 """
 
 # Triton compiles these functions: it knows no tuple unpacking.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM102
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mlakit.paths.triton_kernels import prefetch
 
 
 @triton.jit
@@ -58,6 +60,11 @@ def copy_kernel(
     K_ROWS: tl.constexpr = WARPS // K_WARPS
     Q_ROWS: tl.constexpr = WARPS // Q_WARPS
     program = tl.program_id(0)
+    if EARLY != "":
+        if program == 0:
+            if NQ > 0:
+                prefetch(qw, NQ)
+            prefetch(kw, NK)
     k_programs = (m + K_ROWS - 1) // K_ROWS
     if program < k_programs:
         _copy_part(k, kw, ko, program * K_ROWS, m, k_stride, NK, K_WARPS, K_ROWS, VEC, EVICT, EARLY)
