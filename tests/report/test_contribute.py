@@ -4,6 +4,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.records import SCHEMA_VERSION, Cell
 from mlakit.report import contribute
@@ -65,6 +66,25 @@ def tampered(file, change) -> None:
 
     changed = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
     pq.write_table(changed.replace_schema_metadata(table.schema.metadata), file)
+
+
+def test_rows_recorded_on_an_h200_pass_and_a_tampered_file_of_them_does_not(tmp_path):
+    """The committed run of DeepSeek-V3's widths, with its A/A cells, as a contribution."""
+    kept = sorted((data_dir() / "recorded" / "h200").glob("*qk-norm-dsv3-bf16.parquet"))[-1]
+    rows = store.read_rows(kept)
+    run_dir = store.new_run_dir(tmp_path)
+    run = store.create_run(run_dir, cells(), measure=["timing"])
+    run.save(status="ok", environment={"devices": {"cuda:0": H200}}, other_environments=[])
+    run.close()
+    for cell_id, part in rows.groupby("cell_id"):
+        given = part.astype(object).where(part.notna(), None).to_dict("records")
+        store.write_part(run_dir, "timing", cell_id, [r | {"evidence": "measured"} for r in given])
+    file = contribute.pack(run_dir, tmp_path / contribute.file_name(run_dir))
+    filed = contribute.ingest(file, tmp_path / "recorded")
+    assert len(contribute.validate(filed)) == len(rows)
+    tampered(file, lambda f: f.__setitem__("p50_us", f["p50_us"] * 0.9))
+    with pytest.raises(MisuseError, match="hash differs"):
+        contribute.ingest(file, tmp_path / "elsewhere")
 
 
 def test_a_changed_figure_is_refused(make):
