@@ -23,6 +23,10 @@ class ExitCode(IntEnum):
 class MisuseError(ValueError):
     """What was asked for cannot be; the message is one line and says what to do instead."""
 
+    def __init__(self, text: str) -> None:
+        # it quotes what a person or a file gave, and that may have lines
+        super().__init__(" ".join(str(text).splitlines()))
+
 
 class RefusedError(RuntimeError):
     """A path was asked for by name and cannot run here; the message says why."""

@@ -35,6 +35,13 @@ _UsageError = typer.BadParameter.__mro__[2]
 """click's own base error; recent typers carry a copy of click, so it is reached through typer."""
 
 
+_MISNAMED = {
+    getattr(errno, "E" + name)
+    for name in ("NOENT NOTDIR ISDIR EXIST NAMETOOLONG LOOP ACCES PERM ROFS".split())
+}
+"""what the system says of a file or folder that a person named"""
+
+
 def main() -> None:
     """Run the command line and exit with the command's code."""
     command = typer.main.get_command(app)
@@ -53,8 +60,6 @@ def main() -> None:
         code = complain(f"{module} is not here: pip install {versions.install_of(module)}")
     except LockedError as error:
         code = complain(str(error), code=ExitCode.INCOMPLETE)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        code = complain(f"{error.filename or error}: {error.strerror or 'not there'}")
     except (KeyboardInterrupt, typer.Abort):
         code = complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
     except BrokenPipeError:
@@ -62,6 +67,8 @@ def main() -> None:
         code = ExitCode.OK
     except Exception as error:
         # Python's own exit code, 1, would say "regression".
+        if getattr(error, "errno", None) in _MISNAMED:
+            sys.exit(complain(f"{error.filename or 'a file'}: {error.strerror}"))
         if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             traceback.print_exc()
         code = complain(f"{one_line(error)}; what was measured is kept", code=ExitCode.FAILED)
@@ -69,7 +76,7 @@ def main() -> None:
 
 
 def complain(text: str, code: int = ExitCode.MISUSE) -> int:
-    print(f"mlakit: {text}", file=sys.stderr)
+    print("mlakit:", *text.splitlines(), file=sys.stderr)
     return code
 
 
