@@ -5,12 +5,9 @@ The knobs are ``triton_config.Config``'s; pure functions choose and check them, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -18,10 +15,10 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths import checks, interpreter, quantised, triton_config, triton_fused
+from mlakit.paths import checks, interpreter, quantised, triton_config, triton_fused, triton_launch
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
-from mlakit.paths.triton_fused import DTYPE_NAMES, _start
+from mlakit.paths.triton_launch import DTYPE_NAMES
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
@@ -38,32 +35,52 @@ CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
 
 
+TREE = 2
+"""Warps of the tree of a row that two warps hold at 64 elements a thread"""
+SHAPES: dict[str, tuple[tuple[int, int, int, int, int, bool], ...]] = {
+    "fp8_group128": ((1 << 40, 2, 1, 1, 2, True),),
+    "fp8_token": ((1 << 40, 2, 1, 1, 2, True),),
+    "mxfp4": ((8192, 2, 1, 1, 2, True), (1 << 40, 1, 1, 1, 1, False)),
+}
+
+
 def heuristic(
-    quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
+    quant: str,
+    arch: str,
+    m: int,
+    q_width: int,
+    k_width: int,
+    dtype: str = "bf16",
+    *,
+    normalise: bool = True,
 ) -> Config:
     """The config for ``m`` rows on ``arch``, from an H200 (sm_90) at 1536 + 512 in bf16.
 
-    A row of q has the two warps of its tree: at M = 64 to 65536 the fastest of 14 configs for FP8,
-    to within 2 %. MXFP4 takes the most instructions, so at many rows one warp has a row, without
-    shared memory, and then its kv: 92.8 us at M = 65536, where programs apart took over 100.
-    Other archs get the same shape from their own wave size; nobody measured it there.
+    Launches overlap where ``triton_fused``'s do. Other archs get the same shape of launch from
+    their own wave size; nobody measured it there.
     """
-    trees = _trees(arch, q_width, k_width, dtype)
+    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
     if arch == "cpu":
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
-        return Config(64, 64, *trees, max(trees))
-    alone = quant == "mxfp4" and m > 8192
-    num_warps = trees[0] // 2 if alone else max(trees)
-    q_rows, k_rows = (max(1, num_warps // tree) for tree in trees)
-    together = alone and q_rows == k_rows
+        return Config(64, 64, q_tree, k_tree, 64 * max(q_tree, k_tree))
+    _, q_warps, q_turns, k_turns, num_warps, separate = next(s for s in SHAPES[quant] if m <= s[0])
+    if not normalise and quant == "mxfp4":
+        q_warps, q_turns, num_warps, separate = 1, 1, 1, True
+    # Wider rows than 1536 and 512 share in as many warps more as their trees have.
+    q_warps = q_warps * q_tree // TREE
+    num_warps = max(num_warps * q_tree // TREE, q_warps)
+    k_warps = min(k_tree, num_warps)
+    launch = triton_config.heuristic(arch, m, q_width, k_width, dtype)
+    q_rows, k_rows = num_warps // q_warps * q_turns, num_warps // k_warps * k_turns
     return Config(
-        q_rows, k_rows, *trees, num_warps, separate=not together, evict_first=m <= FEW_ROWS
-    )
+        q_rows, k_rows, q_warps, k_warps, num_warps, separate=separate or q_rows != k_rows,
+        evict_first=m <= FEW_ROWS, pdl=launch.pdl, release_first=launch.release_first,
+    )  # fmt: skip
 
 
 def _trees(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:
     """Warps of a row's tree: of q twice as many as hold it at 64 elements a thread."""
-    q_warps = 2
+    q_warps = TREE
     while q_width > q_warps // 2 * lanes_of(arch) * 64 and q_warps < 8:
         q_warps *= 2
     return q_warps, triton_config.warps_per_row(arch, k_width, dtype)
@@ -74,27 +91,30 @@ def check(
 ) -> str | None:
     """None if the kernel can run with ``config``, else one line that says why not.
 
-    ``q_warps`` and ``k_warps`` are the widths' trees (kv's that of ``triton_fused``); a program may
-    have fewer warps, each of which then does the work of several.
+    ``q_warps`` and ``k_warps`` are those that share a row here, at most as many as the width's tree
+    has (kv's is ``triton_fused``'s): each warp then does the work of several. Of a part's rows as
+    many lie side by side as the warps hold, the rest follow in turns.
     """
-    if config.persistent or config.pdl:
-        return "the quantised kernel is neither persistent nor launched early"
+    if config.persistent:
+        return "the quantised kernel is not persistent"
+    if config.pdl and (archs.vendor_of(arch) != "nvidia" or int(arch[3:]) < 90):
+        return f"{arch} has no programmatic dependent launch (sm_90 and later)"
     if not config.separate and config.q_rows != config.k_rows:
         return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
     warps = config.num_warps
-    if warps < 1 or warps & (warps - 1) or warps * lanes_of(arch) > triton_config.MAX_THREADS:
-        return (
-            f"{warps} warps: must be a power of two of at most {triton_config.MAX_THREADS} threads"
-        )
     trees = _trees(arch, q_width, k_width, dtype)
-    if (config.q_warps, config.k_warps) != trees:
-        return f"q_warps and k_warps are the widths' trees, {trees[0]} and {trees[1]}"
-    for name, rows, tree, width in (
-        ("q", config.q_rows, config.q_warps, q_width),
-        ("k", config.k_rows, config.k_warps, k_width),
+    if warps < 1 or warps & (warps - 1):
+        return f"{warps} warps: must be a power of two"
+    if warps * lanes_of(arch) > triton_config.MAX_THREADS and arch != "cpu":
+        return f"{warps} warps of {lanes_of(arch)} are over {triton_config.MAX_THREADS} threads"
+    for name, rows, together, tree, width in (
+        ("q", config.q_rows, config.q_warps, trees[0], q_width),
+        ("k", config.k_rows, config.k_warps, trees[1], k_width),
     ):
-        if rows < 1 or rows & (rows - 1) or rows * tree < warps:
-            return f"{name}: {rows} rows of up to {tree} warps do not fill {warps} warps"
+        if together not in (1, 2, 4, 8)[: tree.bit_length()] or warps % together:
+            return f"{name}: {together} of {warps} warps a row; the width's tree has {tree}"
+        if rows < 1 or rows & (rows - 1) or (rows * together < warps and arch != "cpu"):
+            return f"{name}: {rows} rows of {together} warps do not fill {warps} warps"
         held = -(-rows * width // (warps * lanes_of(arch)))
         if held > triton_config.MAX_ELEMENTS_PER_THREAD and arch != "cpu":
             return f"{name}: {held} elements a thread, over {triton_config.MAX_ELEMENTS_PER_THREAD}"
@@ -105,17 +125,17 @@ def search_space(
     quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
 ) -> list[Config]:
     """Every valid config worth timing for ``m`` rows."""
-    trees = _trees(arch, q_width, k_width, dtype)
+    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
     found = []
-    for num_warps, q_rows, k_rows, separate, hoist, evict in product(
-        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (True, False), (True, False), (False, True)
+    for num_warps, q_rows, k_rows, q_warps, k_warps, separate, evict, pdl in product(
+        *((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)),
+        *((True, False), (False, True), (False, True)),
     ):
         config = Config(
-            q_rows, k_rows, *trees, num_warps, separate, hoist_weight=hoist, evict_first=evict
+            q_rows, k_rows, q_warps, k_warps, num_warps, separate, evict_first=evict, pdl=pdl
         )
-        # Rows that share a warp are laid out anew for each store: 2.5 times the instructions.
-        few = max(q_rows, k_rows) <= num_warps and q_rows <= m
-        if few and check(quant, config, arch, q_width, k_width, dtype) is None:
+        whole = q_warps * 2 >= q_tree and k_warps == min(k_tree, num_warps)
+        if whole and q_rows <= m and not check(quant, config, arch, q_width, k_width, dtype):
             found.append(config)
     return found
 
@@ -135,27 +155,27 @@ def constants(
 ) -> dict[str, object]:
     """The kernel's compile-time arguments, in its order."""
     lanes, vec = lanes_of(arch), vector_width(dtype)
-    q_together, k_together = (
-        min(tree, max(1, config.num_warps // rows))
-        for tree, rows in ((config.q_warps, config.q_rows), (config.k_warps, config.k_rows))
-    )
+    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
+    q_side = min(config.q_rows, config.num_warps // config.q_warps)
+    k_side = min(config.k_rows, config.num_warps // config.k_warps)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
     groups = q_width // mxfp4.GROUP
     return {
         "Q_N": q_width,
         "K_N": k_width,
-        "Q_ROWS": config.q_rows,
-        "K_ROWS": config.k_rows,
-        "Q_WARPS": config.q_warps,
-        "K_WARPS": config.k_warps,
-        "Q_PIECE": q_together * lanes * vec,
-        "K_PIECE": k_together * lanes * vec,
-        "Q_SPREAD": 1 if config.num_warps == q_together else config.q_rows,
-        "K_SPREAD": 1 if config.num_warps == k_together else config.k_rows,
+        "Q_SIDE": q_side,
+        "K_SIDE": k_side,
+        "Q_TURNS": config.q_rows // q_side,
+        "K_TURNS": config.k_rows // k_side,
+        "Q_TREE": q_tree,
+        "K_TREE": k_tree,
+        "Q_PIECE": config.q_warps * lanes * vec,
+        "K_PIECE": config.k_warps * lanes * vec,
+        "Q_SPREAD": q_side,
+        "K_SPREAD": k_side,
         "LANES": lanes,
         "VEC": vec,
         "SEPARATE": config.separate,
-        "HOIST": config.hoist_weight,
         "EVICT": "evict_first" if config.evict_first else "",
         "QUANT": quant,
         "GROUP": GROUPS[quant] or q_width,
@@ -166,6 +186,7 @@ def constants(
         "RULE_BITS": mxfp4.RULES[options.rule],
         "SHUFFLED": mxfp4.shuffled_shape(1, groups)[1] if shuffled else 0,
         "WORDS": words,
+        "PDL": ("before" if config.release_first else "after") if config.pdl else "",
     }
 
 
@@ -207,6 +228,7 @@ def kernel_signature(
     ``aligned``: all pointers start on 16 bytes, and row strides are multiples of 16 elements.
     ``words``: MXFP4's values start on 4 bytes.
     """
+    from mlakit.paths.triton_kernels import options as options_of
     from mlakit.paths.triton_quant_kernels import norm_and_quantise
 
     if encoding is None and quant != "mxfp4":
@@ -237,7 +259,7 @@ def kernel_signature(
         **dict.fromkeys(chosen, "constexpr"),
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
-    return norm_and_quantise, signature, chosen, attrs, {"num_warps": config.num_warps}
+    return norm_and_quantise, signature, chosen, attrs, options_of(config)
 
 
 def refusal_in(context: Context, quant: str) -> str | None:
@@ -307,7 +329,7 @@ def _launch(
         return
     arch = "cpu" if q.device.type == "cpu" else archs.devices()[q.get_device()].arch
     widths, dtype = (q.shape[1], k.shape[1]), DTYPE_NAMES[q.dtype]
-    config = config or heuristic(quant, arch, m, *widths, dtype)
+    config = config or heuristic(quant, arch, m, *widths, dtype, normalise=normalise)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
     scale = out.scale if shuffled else quantised.plain_scale(quant, out, options)
     unquantised = out.unquantised if options.unquantised and normalise else q
@@ -319,12 +341,12 @@ def _launch(
         return
     pointers = [t.data_ptr() for t in tensors]
     weights = DTYPE_NAMES[q_weight.dtype], DTYPE_NAMES[k_weight.dtype]
-    ready: Any = _prepare(
+    ready = _prepare(
         quant, config, q.get_device(), m, out.scale.shape[0], *widths, dtype, weights,
         encoding, options, normalise, aligned(tensors), pointers[2] % 4 == 0,
     )  # fmt: skip
     with torch.cuda.device(ready.device):
-        _start(ready, *pointers, *numbers)
+        triton_launch.start(ready, *pointers, *numbers)
 
 
 def aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -340,62 +362,16 @@ def aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
 _ENCODING_OF = {e.dtype: e for e in fp8.ENCODINGS.values()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """What ``triton_fused._start`` needs of a compiled kernel."""
-
-    device: int
-    grid: int
-    run: Callable
-    kernel: object
-    function: int
-    packed: object
-    hooks: object
-    constants: tuple
-
-
 @lru_cache(maxsize=1024)
 def _prepare(
     quant, config, device, m, scale_rows, q_width, k_width, dtype, weights, encoding, options,
     normalise, aligned, words,
-) -> _Launch:  # fmt: skip
-    from triton import knobs
-
-    with torch.cuda.device(device):
-        kernel = _compile(
-            quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise,
-            aligned, words,
-        )  # fmt: skip
-        return _Launch(
-            device=device,
-            grid=programs(config, m, scale_rows, normalise),
-            run=kernel.run,
-            kernel=kernel,
-            function=kernel.function,
-            packed=kernel.packed_metadata,
-            hooks=knobs.runtime,
-            constants=tuple(kernel.src.constants.values()),
-        )
-
-
-@cache
-def _compile(
-    quant, config, device, q_width, k_width, dtype, weights, encoding, options, normalise, aligned,
-    words,
-):  # fmt: skip
-    """The kernel compiled for, and loaded on, the current device."""
-    import triton
-    from triton.compiler import ASTSource
-
-    function, signature, constexprs, attrs, knobs = kernel_signature(
+) -> triton_launch.Launch:  # fmt: skip
+    return triton_launch.prepare(
+        device, programs(config, m, scale_rows, normalise), kernel_signature,
         quant, config, archs.devices()[device].arch, q_width, k_width, dtype, weights,
         encoding=encoding, options=options, normalise=normalise, aligned=aligned, words=words,
     )  # fmt: skip
-    return triton.compile(
-        ASTSource(function, signature, constexprs, attrs),
-        target=triton.runtime.driver.active.get_current_target(),
-        options=knobs,
-    )
 
 
 def _interpret(quant, config, tensors, numbers, encoding, options, normalise) -> None:

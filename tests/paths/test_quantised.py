@@ -194,15 +194,18 @@ def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
 def test_check_says_what_is_wrong():
     config = triton_quant.heuristic("fp8_token", "sm_90", 65536, 1536, 512)
     for change, words in (
-        ({"q_warps": 4}, "widths' trees, 2 and"),
+        ({"q_warps": 4}, "4 of 2 warps a row; the width's tree has 2"),
         ({"num_warps": 8}, "do not fill 8 warps"),
         ({"num_warps": 3}, "power of two"),
         ({"q_rows": 8}, "192 elements a thread"),
-        ({"separate": False, "k_rows": 2}, "equal rows"),
-        ({"pdl": True}, "early"),
+        ({"separate": False, "q_rows": 2, "k_rows": 4}, "equal rows"),
+        ({"persistent": True}, "not persistent"),
+        ({"k_rows": 1}, "k: 1 rows of 1 warps do not fill 2"),
     ):
         problem = triton_quant.check("fp8_token", replace(config, **change), "sm_90", 1536, 512)
         assert words in problem
+    early = replace(config, pdl=True)
+    assert "dependent launch" in triton_quant.check("fp8_token", early, "gfx950", 1536, 512)
 
 
 def test_split_views_count_as_aligned_and_odd_starts_do_not():
@@ -271,11 +274,12 @@ def test_no_knob_changes_a_byte_and_kv_is_triton_fused_s(quant, dtype):
     x = inputs.make(2, DEEPSEEK, dtype, seed=18)
     want, k_want = triton_quant.fused(quant, *x.args)
     assert torch.equal(k_want, registry.get("triton_fused").call(*x.args)[1])
-    q_warps, k_warps = (getattr(triton_quant.heuristic(quant, "cpu", 2, 1536, 512, dtype), w)
-                        for w in ("q_warps", "k_warps"))  # fmt: skip
-    for rows, num_warps, separate in ((2, 1, False), (1, q_warps, True)):
-        k_rows = rows if not separate else 4
-        config = Config(rows, k_rows, q_warps, k_warps, num_warps, separate)
+    q_tree, k_tree = triton_quant._trees("cpu", 1536, 512, dtype)
+    for q_rows, k_rows, q_warps, k_warps, num_warps, separate in (
+        (2, 2, 1, 1, 1, False),  # two turns of one row in one warp
+        (1, 4, q_tree, k_tree, max(q_tree, k_tree), True),
+    ):
+        config = Config(q_rows, k_rows, q_warps, k_warps, num_warps, separate)
         got, k_got = triton_quant.fused(quant, *x.args, config=config)
         assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
         assert torch.equal(got.scale, want.scale)

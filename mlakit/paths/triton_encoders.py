@@ -1,0 +1,142 @@
+"""FP8 and MXFP4 as Triton functions: scales, codes, and where a shuffled scale lies.
+
+Import this only where triton is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def largest_of(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _e4m3(magnitude, BIAS: tl.constexpr):
+    """Codes 0 to 127 of float32 magnitudes in range: to nearest, ties to even.
+
+    With e the exponent, but at least the lowest, steps are 2^(e - 3). Adding 2^(e + 20), whose
+    last bit is worth one, leaves the steps; the code is those plus 8 (e - lowest).
+    """
+    LOWEST: tl.constexpr = 128 - BIAS
+    power = tl.maximum(magnitude.to(tl.int32, bitcast=True), LOWEST << 23) & 0x7F800000
+    placed = magnitude + (power + (20 << 23)).to(tl.float32, bitcast=True)
+    placed = placed.to(tl.int32, bitcast=True)
+    return (placed & 31) + ((placed >> 23) - (LOWEST + 20)) * 8
+
+
+@triton.jit
+def _e4m3_bytes(scaled, BIAS: tl.constexpr):
+    """E4M3 bytes of clamped float32, where the target's (or the interpreter's) cast is no use."""
+    code = _e4m3(tl.abs(scaled), BIAS)
+    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    if BIAS == 8:
+        # FNUZ has no negative zero: 0x80 is its NaN.
+        code = tl.where(scaled == scaled, tl.where(code == 0, 0, code | sign), 0x80)
+    else:
+        code = tl.where(scaled == scaled, code | sign, 0x7F)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def inverse_of(peak, MAXIMUM: tl.constexpr):
+    """What scales ``peak``, a largest magnitude, to MAXIMUM; finite, of NaN too."""
+    return MAXIMUM / tl.maximum(peak, 1e-35)
+
+
+@triton.jit
+def fp8_scale(peak, inverse, rstd, MAXIMUM: tl.constexpr):
+    """(max(peak * rstd, 1e-10) / MAXIMUM, what p is multiplied by).
+
+    That factor, rstd over the scale, is ``inverse`` but where 1e-10 is the larger: so all but its
+    last steps needs no sum of the row.
+    """
+    amax = tl.maximum(peak * rstd, 1e-10, propagate_nan=tl.PropagateNan.ALL)
+    factor = tl.minimum(inverse, rstd * (MAXIMUM * 1e10))
+    # Where amax is NaN, as of a group with an infinity in it, all of the group is.
+    return amax / MAXIMUM, largest_of(factor, -amax)
+
+
+@triton.jit
+def fp8(scaled, BIAS: tl.constexpr, OUT: tl.constexpr):
+    """E4M3 of scaled values; OUT is an FP8 dtype, or uint8 for its bytes.
+
+    No clamp: the largest magnitude is the encoding's maximum give or take a few float32 steps, and
+    rounds to it.
+    """
+    if OUT.is_fp8():
+        return scaled.to(OUT)
+    else:
+        return _e4m3_bytes(scaled, BIAS)
+
+
+@triton.jit
+def _eight(p):
+    """(R, C) -> tuple of eight (R, C / 32, 4): each thread's neighbours, without moving them."""
+    left, right = tl.split(tl.reshape(p, (p.shape[0], p.shape[1] // 32, 4, 2, 2, 2)))
+    p04, p26 = tl.split(left)
+    p15, p37 = tl.split(right)
+    p0, p4 = tl.split(p04)
+    p1, p5 = tl.split(p15)
+    p2, p6 = tl.split(p26)
+    p3, p7 = tl.split(p37)
+    return (p0, p1, p2, p3, p4, p5, p6, p7)
+
+
+@triton.jit
+def peaks_of(p, GROUP: tl.constexpr):
+    """Largest magnitudes of groups: (R, C) -> (R, C / GROUP)."""
+    if GROUP == 32:
+        p = _eight(p)
+        largest = tl.abs(p[0])
+        for i in tl.static_range(1, 8):
+            largest = largest_of(largest, tl.abs(p[i]))
+        return tl.reduce(largest, 2, largest_of)
+    else:
+        grouped = tl.reshape(tl.abs(p), (p.shape[0], p.shape[1] // GROUP, GROUP))
+        return tl.reduce(grouped, 2, largest_of)
+
+
+@triton.jit
+def mxfp4(p, peak, rstd, RULE_BITS: tl.constexpr):
+    """Quantise p * rstd -> codes of 8 neighbours (R, C / 8) int32, E8M0 (R, C / 32).
+
+    p: (R, C), of which ``peak``: (R, C / 32) are the groups' largest magnitudes.
+    A code is min(2v, v + 2, v/2 + 4) of its scaled magnitude v, whose pieces meet at representable
+    values. Beside 2^22 a float32's last bit is worth a half, so a fused multiply-add rounds half
+    of a piece to a whole code, ties to even, and the least of the rounded pieces is the rounded
+    least. Where a whole group is under 1e-34 the factor is capped, for float32's range.
+    """
+    p = _eight(p)
+    # The absolute value again: on some targets 0 * inf is a negative NaN.
+    amax = tl.abs(peak * rstd).to(tl.int32, bitcast=True)
+    scale = tl.maximum(((amax + RULE_BITS) >> 23) - 2, 0)
+    scale = tl.where(amax >= 0x7F800000, 255, scale)
+    factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    factor = tl.minimum(factor * rstd, 1.7014118e38)[:, :, None]
+    word = tl.zeros(p[0].shape, tl.int32)
+    signs = tl.zeros(p[0].shape, tl.uint32)
+    for i in tl.static_range(8):
+        v = tl.abs(p[7 - i])
+        fine = tl.fma(v, factor, 4194304.0)
+        middle = tl.fma(v, factor * 0.5, 4194305.0)
+        code = tl.minimum(fine, tl.minimum(middle, tl.fma(v, factor * 0.25, 4194306.0)))
+        if RULE_BITS == 0:
+            # The other rules leave every magnitude below 7, which rounds to 6 without a clamp.
+            code = tl.minimum(code, 4194307.5)
+        word = (word << 4) + code.to(tl.int32, bitcast=True)
+        signs = (signs << 4) | (p[7 - i].to(tl.uint32, bitcast=True) >> 28)
+    # What is left of eight times the bits of 2^22; then the sign bit of each nibble.
+    word = (word - 0x72800000) | (signs & 0x88888888).to(tl.int32, bitcast=True)
+    return tl.reshape(word, (word.shape[0], word.shape[1] * 4)), scale.to(tl.uint8)
+
+
+@triton.jit
+def shuffled_at(row, column, COLUMNS: tl.constexpr):
+    """Where ``formats.mxfp4.shuffle_scale`` puts byte [row, column] of ``COLUMNS`` padded ones."""
+    tile = (row // 32) * (COLUMNS // 8) + column // 8
+    r, c = row % 32, column % 8
+    return tile * 256 + (c % 4) * 64 + (r % 16) * 4 + (c // 4) * 2 + r // 16
