@@ -27,11 +27,11 @@ from mlakit import archs, launches
 from mlakit.archs import Arch
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
-from mlakit.launches import KINDS, MODELLED, ONE_LAUNCH, ROW_PAIRS, Launch
+from mlakit.launches import KINDS, ONE_LAUNCH, ROW_PAIRS, Launch
 from mlakit.shapes import Widths
 
-__all__ = ["MODELLED", "ONE_LAUNCH", "ROW_PAIRS"]
-
+MODELLED = launches.MODELLED
+"""Paths that ``estimate`` knows how they work."""
 PARAMETERS = {
     "launch_us": "an empty launch, back to back",
     "program_us": "a program's beginning and end",
@@ -61,6 +61,39 @@ def resident_threads(arch: str) -> int:
     return 1024 if arch.startswith("gfx1") else 2048
 
 
+_CHAIN = {"reads": "read_us", "rereads": "reread_us", "meets": "meet_us", "indexed": "index_us"}
+"""Fields of a launch that its chain counts, and what each costs."""
+
+
+def _per_launch(p: Mapping[str, float], units: int, resident: int, x: Mapping) -> dict:
+    """Microseconds of each launch by cause; see ``by_cause``."""
+    rate = np.array([p.get(f"rate:{k}", np.inf) for k in KINDS])[x["kind"]]
+    call_us = np.array([p.get(f"call_us:{k}", p.get("program_us", 0)) for k in KINDS])[x["kind"]]
+    chain = (x["programs"] > 0) * call_us
+    for count, cost in _CHAIN.items():
+        chain = chain + x[count] * p.get(cost, 0)
+    half = units * p.get("half_loaded", 1)
+    turns = np.maximum(x["programs"] * x["threads"] / (units * resident) - 1, 0)
+    shared = np.minimum(units, np.maximum(1, x["elements"] / _CPU_GRAIN))
+    bounds = {
+        "bandwidth": x["moved"] / p["gbps"] / 1e3
+        + x["cached"] / p.get("cache_gbps", p["gbps"]) / 1e3,
+        "waves": p.get("crowd", 0) * chain * turns,
+        "kernel rate": x["elements"] / rate / shared / 1e3,
+    }
+    # A cause's part of the smooth maximum is its part of the sum of powers.
+    powers = np.maximum(sum(bound**_SHARPNESS for bound in bounds.values()), 1e-300)
+    part = powers ** (1 / _SHARPNESS - 1)
+    return {
+        "launch": p["launch_us"] * x["starts"],
+        "chain": chain,
+        "loaded": p.get("loaded_us", 0) * x["programs"] / (x["programs"] + half),
+    } | {cause: bound**_SHARPNESS * part for cause, bound in bounds.items()}
+
+
+_WAITS = ("launch", "chain", "loaded")
+
+
 def by_cause(
     p: Mapping[str, float], units: int, resident: int, made: Mapping[str, np.ndarray], call, calls
 ) -> dict[str, np.ndarray]:
@@ -77,39 +110,17 @@ def by_cause(
     Two streams run side by side: what their launches wait for is the longer stream's, and one
     start more, the join; what they work is added.
     """
-    x = {name: np.asarray(made[name]) for name in LAUNCH_COLUMNS}
-    rate = np.array([p.get(f"rate:{k}", np.inf) for k in KINDS])[x["kind"]]
-    call_us = np.array([p.get(f"call_us:{k}", p.get("program_us", 0)) for k in KINDS])[x["kind"]]
-    chain = (x["programs"] > 0) * call_us
-    for count, cost in _CHAIN.items():
-        chain = chain + x[count] * p.get(cost, 0)
-    loaded = p.get("loaded_us", 0) * x["programs"]
-    loaded = loaded / (x["programs"] + units * p.get("half_loaded", 1))
-    turns = np.maximum(x["programs"] * x["threads"] / (units * resident) - 1, 0)
-    shared = np.minimum(units, np.maximum(1, x["elements"] / _CPU_GRAIN))
-    bytes_us = x["moved"] / p["gbps"] / 1e3 + x["cached"] / p.get("cache_gbps", p["gbps"]) / 1e3
-    work = np.stack(
-        [bytes_us, p.get("crowd", 0) * chain * turns, x["elements"] / rate / shared / 1e3]
-    )
-    powers = work**_SHARPNESS
-    each = powers.sum(0) ** (1 / _SHARPNESS) * powers / np.maximum(powers.sum(0), 1e-300)
-    waits = {"launch": p["launch_us"] * x["starts"], "chain": chain, "loaded": loaded}
+    each = _per_launch(p, units, resident, made)
+    side = np.asarray(made["side"])
 
-    def total(values, where):
-        return np.bincount(call, values * where, minlength=calls)
+    def total(values) -> np.ndarray:
+        return np.bincount(call, values, minlength=calls)
 
-    main, side = x["side"] == 0, x["side"] == 1
-    longer = sum(total(v, side) for v in waits.values()) > sum(
-        total(v, main) for v in waits.values()
-    )
-    found = {k: np.where(longer, total(v, side), total(v, main)) for k, v in waits.items()}
-    found["launch"] = found["launch"] + p["launch_us"] * (total(np.ones(len(main)), side) > 0)
-    return found | {
-        k: total(v, 1) for k, v in zip(("bandwidth", "waves", "kernel rate"), each, strict=True)
-    }
-
-
-_CHAIN = {"reads": "read_us", "rereads": "reread_us", "meets": "meet_us", "indexed": "index_us"}
+    first, second = ({k: total(each[k] * (side == s)) for k in _WAITS} for s in (0, 1))
+    longer = sum(second.values()) > sum(first.values())
+    found = {k: np.where(longer, second[k], first[k]) for k in _WAITS}
+    found["launch"] = found["launch"] + p["launch_us"] * (total(side) > 0)
+    return found | {cause: total(us) for cause, us in each.items() if cause not in _WAITS}
 
 
 def columns_of(made: Iterable[Launch]) -> dict[str, np.ndarray]:

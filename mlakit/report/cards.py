@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import torch
 
-from mlakit import archs, latency
+from mlakit import archs, latency, launches
 from mlakit.codegen import resources
 from mlakit.codegen.compile import ARCHS, Compiled, compile_many
 from mlakit.codegen.shipped import emulate_qk_rmsnorm, emulate_quantised, request
@@ -83,8 +83,8 @@ def modelled_paths(arch: str, widths: Widths, dtype: str = "bf16") -> list[str]:
 
 def best_two(names: list[str]) -> list[str]:
     """The fused path and the unfused one to draw: the first of each that is there."""
-    fused = [n for n in names if n in latency.ONE_LAUNCH]
-    pairs = [n for n in (*latency.ROW_PAIRS, "inductor") if n in names]
+    fused = [n for n in names if n in launches.ONE_LAUNCH]
+    pairs = [n for n in (*launches.ROW_PAIRS, "inductor") if n in names]
     return [*fused[:1], *pairs[:1]]
 
 
