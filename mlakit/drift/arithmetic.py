@@ -171,7 +171,9 @@ def contraction(fn: Norm, recipe: Recipe, dtype: str, device: str) -> str:
             lines.append(f"{label}: {_cancelled(fn, recipe, trial, kind, device)}")
         except Exception as error:
             # refusing float32 or an eps below 0 is the callable's right; say so and go on
-            lines.append(f"{label}: not observable ({one_line(error)[:60]})")
+            why = one_line(error)
+            why = "an eps below 0 is refused" if "eps is -" in why else why[:60]
+            lines.append(f"{label}: not observable ({why})")
     return "; ".join(lines)
 
 

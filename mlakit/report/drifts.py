@@ -48,6 +48,22 @@ def fingerprints(dtype: str) -> pd.DataFrame:
     return frame["implementation device names reads_as agrees evidence text".split()]
 
 
+def audits() -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Recorded report cards: verdicts counted by path and device; each line that is no pass."""
+    rows = recorded("audit")
+    if rows.empty:
+        return rows, rows
+    by = ["target", "device"]
+    counts = rows.groupby(by, sort=False)["verdict"].value_counts().unstack(fill_value=0)
+    odd = rows[~rows["verdict"].isin(["pass", "not applicable"])]
+    odd = odd.groupby(["name", "verdict", "detail"], sort=False)["target"].agg(_listed)
+    return counts.reset_index(), odd.reset_index()
+
+
+def _listed(names: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
 def growth(layers: int = 61, seed: int = 0) -> tuple[pd.DataFrame, list[str]]:
     """Rows for ``plots.growth`` of ``PAIRS`` on this CPU at a small size; a sentence each."""
     rows, words = [], []

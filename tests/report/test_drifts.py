@@ -38,3 +38,10 @@ def test_recorded_fingerprints_agree_with_their_sources():
 
 def test_known_findings_say_whose_they_are():
     assert set(drifts.known()["property_of"]) == {"card", "compiler", "convention"}
+
+
+def test_recorded_audits_hold_no_failure_and_list_what_is_no_pass():
+    counts, odd = drifts.audits()
+    assert "fail" not in counts
+    assert set(counts["target"]) >= {"triton_fused", "torch_native", "liger_rms_norm"}
+    assert set(odd["verdict"]) == {"convention difference", "refused"}
