@@ -160,9 +160,6 @@ def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
 def _check_out(q, q_weight, k, k_weight, out) -> None:
     if not isinstance(out, tuple) or len(out) != 2:
         raise MisuseError("out must be a tuple of two tensors, one shaped like q, one like k")
-    inputs = {x.untyped_storage().data_ptr() for x in (q, q_weight, k, k_weight)}
-    first, second = (y.untyped_storage().data_ptr() for y in out)
-    apart = first != second and first not in inputs and second not in inputs
     for i, like in enumerate((q, k)):
         y = out[i]
         if y.shape != like.shape or y.dtype != like.dtype or y.device != like.device:
@@ -170,14 +167,25 @@ def _check_out(q, q_weight, k, k_weight, out) -> None:
                 f"out[{i}] is {tuple(y.shape)} {y.dtype} on {y.device}: "
                 f"give {tuple(like.shape)} {like.dtype} on {like.device}"
             )
-        if apart:
-            continue
-        others = {"q": q, "k": k, "q's weight": q_weight, "k's weight": k_weight}
-        if i == 1:
-            others["out[0]"] = out[0]
-        for name, other in others.items():
-            if _overlap(y, other):
-                raise MisuseError(f"out[{i}] overlaps {name} in memory: give it memory of its own")
+    refuse_overlap({"out[0]": out[0], "out[1]": out[1]}, q, q_weight, k, k_weight)
+
+
+def refuse_overlap(outputs: dict[str, torch.Tensor], q, q_weight, k, k_weight) -> None:
+    """Refuse an output that shares a byte with an input or with another output.
+
+    Raises:
+        MisuseError: it names the two.
+    """
+    held = {x.untyped_storage().data_ptr() for x in (q, q_weight, k, k_weight)}
+    own = {y.untyped_storage().data_ptr() for y in outputs.values()}
+    if len(own) == len(outputs) and held.isdisjoint(own):
+        return
+    others = {"q": q, "k": k, "q's weight": q_weight, "k's weight": k_weight}
+    for name, y in outputs.items():
+        for other, x in others.items():
+            if _overlap(y, x):
+                raise MisuseError(f"{name} overlaps {other} in memory: give it memory of its own")
+        others[name] = y
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
@@ -194,8 +202,14 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
     if a_end <= b_start or b_end <= a_start:
         return False
-    if a.ndim == b.ndim == 2 and a.stride() == b.stride() and a.stride(1) == 1:
-        item, pitch = a.element_size(), a.stride(0) * a.element_size()
+    item = a.element_size()
+    if (
+        a.ndim == b.ndim == 2
+        and a.stride() == b.stride()
+        and a.stride(1) == 1
+        and (item == b.element_size())
+    ):
+        pitch = a.stride(0) * item
         gap = (b_start - a_start) % pitch if pitch else 0
         return not a.shape[1] * item <= gap <= pitch - b.shape[1] * item
     return True

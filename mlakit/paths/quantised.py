@@ -13,7 +13,7 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, unknown
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths.checks import check
+from mlakit.paths.checks import check, refuse_overlap
 from mlakit.rounding import oracle, round_to
 
 
@@ -140,7 +140,7 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
 
     Raises:
         MisuseError: as ``checks.check``; a gradient is wanted; or one of ``out``'s tensors differs
-            from what ``empty`` makes in shape, dtype, strides or device.
+            from what ``empty`` makes in shape, dtype, strides or device, or overlaps another.
     """
     check(*arguments)
     q, q_weight, _, k, k_weight, _ = arguments
@@ -164,6 +164,8 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
             raise MisuseError(
                 f"out's {name} must be {shape} {dtype} on {q.device}, as quantised.empty makes it"
             )
+    given = {f"out's {name}": tensor for name, tensor, *_ in wanted}
+    refuse_overlap(given, q, q_weight, k, k_weight)
     return out
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from mlakit import __version__, archs
+from mlakit.dispatch import switches
 from mlakit.errors import ExitCode, LockedError, MisuseError
 from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
@@ -242,10 +243,19 @@ def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[st
 
 def environment_rows(folder: Path) -> list[dict]:
     """The environment of the measurements, by allow-list: versions and device names only."""
-    env = store.show_run(run_dir(folder, "timing")).get("environment") or {}
+    record = store.show_run(run_dir(folder, "timing"))
+    env = record.get("environment") or {}
     rows = [{"what": "mlakit", "version": __version__}]
     rows.append({"what": "python", "version": env.get("python", platform.python_version())})
+    eps = sorted({str(cell["eps"]) for cell in record["cells"]})
+    rows.append({"what": "eps", "version": ", ".join(eps)})
+    for switch in switches.read_all():
+        if switch.origin == "env":
+            rows.append({"what": switch.name, "version": f"{switch.value!r} (environment)"})
+    rows.append({"what": "every other switch", "version": "not set: its default"})
     for name, device in env.get("devices", {}).items():
+        # an AMD card is cuda:0 to torch
+        name = name.replace("cuda:", "GPU ")
         rows.append({"what": name, "version": f"{device['device']} ({device['arch_raw']})"})
         rows += [
             {"what": f"{name}: {what}", "version": device[key]}
