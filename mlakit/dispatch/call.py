@@ -18,6 +18,8 @@ from mlakit.paths import checks, custom_op, registry
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_KINDS = 4096
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+# Names of the module's own: every look-up in torch's costs a call 50 ns.
+_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 class FallbackWarning(UserWarning):
@@ -94,7 +96,7 @@ def qk_rmsnorm(
             environment switch with a value it does not have.
         RefusedError: ``path`` cannot run here, or ``strict`` and the policy's path cannot.
     """
-    if torch.compiler.is_compiling():
+    if _compiling():
         return _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out)
     global _last
     try:
@@ -106,14 +108,14 @@ def qk_rmsnorm(
             q.dtype,
             q_weight.dtype,
             k_weight.dtype,
-            q.device,
+            q.get_device(),
             q_eps,
             k_eps,
             path,
             policy,
             quant,
             strict,
-            torch.is_grad_enabled() and _wants_grad(q, q_weight, k, k_weight),
+            _grad_enabled() and _wants_grad(q, q_weight, k, k_weight),
             q.is_cuda and _capturing(),
         )
         kind = _kinds.get(key)
