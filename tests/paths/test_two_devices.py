@@ -62,7 +62,8 @@ def test_a_graph_captured_on_the_second_card_replays_while_the_first_is_current(
     with torch.cuda.device(1):
         mlakit.qk_rmsnorm(*there, path=path)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        # torch's own capture stream belongs to the card of the first graph ever captured.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(1)):
             held = mlakit.qk_rmsnorm(*there, path=path)
     new, fresh = arguments(m=67, seed=1)
     there[0].copy_(fresh[0]), there[3].copy_(fresh[3])
