@@ -178,7 +178,7 @@ def product(x: torch.Tensor | QuantisedQ, weight: Matrix, dtype: torch.dtype) ->
     read = x if isinstance(x, QuantisedQ) else _quantised(x, weight)
     if (read.values.dtype is torch.uint8) != packed:
         raise MisuseError("q and q_b are quantised differently: give both FP8, or both MXFP4")
-    if runs_block_scaled(weight):
+    if runs_block_scaled(weight) and read.scale.shape[-1] * BLOCK == weight.values.shape[1]:
         return _block_scaled(read, weight, dtype)
     left = dequantise("mxfp4" if packed else "fp8_group128", read)
     return (left @ dense(weight).t()).to(dtype)
@@ -209,6 +209,9 @@ BLOCK_SCALED = Options("fp8_ocp", "strided")
 def runs_block_scaled(weight: Matrix) -> TypeGuard[Fp8Block]:
     """Whether ``product`` with ``weight`` is torch's own FP8 one, which it has for sm_90 alone."""
     if not isinstance(weight, Fp8Block) or not weight.values.is_cuda or torch.version.hip:
+        return False
+    # cuBLAS wants rows of scales to start on 16 bytes, and reads wrong ones without a word
+    if weight.values.shape[1] % (4 * BLOCK):
         return False
     return torch.cuda.get_device_capability(weight.values.device) == (9, 0)
 

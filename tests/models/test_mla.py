@@ -1,6 +1,7 @@
 """The MLA block against transformers' DeepseekV3 attention with the same weights."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,16 +166,24 @@ def test_torchs_block_scaled_product_gets_what_cublas_wants(m, layout, monkeypat
     assert torch.allclose(mla.product(x, weight, torch.float64), want)
 
 
+def test_scales_that_cublas_would_misread_never_reach_it(monkeypatch):
+    """On an H200 a K of 256 gave silently wrong products: the small model lost half its answers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for k, runs in ((256, False), (768, False), (1536, True), (7168, True)):
+        values = SimpleNamespace(is_cuda=True, shape=(192, k), device="cuda")
+        assert mla.runs_block_scaled(mla.Fp8Block(values, None)) is runs
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="torch has the block-scaled product on sm_90 alone",
 )
-@pytest.mark.parametrize("m", [1, 8, 70])
-def test_the_cards_block_scaled_product_is_float64s(m):
+@pytest.mark.parametrize(("m", "k"), [(1, 1536), (8, 1536), (70, 1536), (70, 256), (70, 768)])
+def test_the_cards_block_scaled_product_is_float64s(m, k):
     generator = torch.Generator("cuda").manual_seed(6)
-    made = torch.randn(2112, 1536, generator=generator, device="cuda")
+    made = torch.randn(2112, k, generator=generator, device="cuda")
     weight = mla.quantise_weight(made, "fp8_block128")
-    x = torch.randn(m, 1536, generator=generator, device="cuda").bfloat16()
+    x = torch.randn(m, k, generator=generator, device="cuda").bfloat16()
     read = mla.quantised_for(x, weight)
     want = dequantise("fp8_group128", read).double() @ mla.dense(weight).double().t()
     got = mla.product(x, weight, torch.bfloat16)
