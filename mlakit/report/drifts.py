@@ -32,8 +32,8 @@ def ulp_bars(model: str, dtype: str, m: int = 64, seed: int = 0) -> pd.DataFrame
 
 
 def recorded(kind: str) -> pd.DataFrame:
-    """``*-{kind}.csv`` of every recorded device, with its folder's name as ``device``."""
-    files = sorted((data_dir() / "recorded").glob(f"*/*-{kind}.csv"))
+    """``*-{kind}*.csv`` of every recorded device, with its folder's name as ``device``."""
+    files = sorted((data_dir() / "recorded").glob(f"*/*-{kind}*.csv"))
     frames = [pd.read_csv(f, keep_default_na=False).assign(device=f.parent.name) for f in files]
     frames = [f.assign(evidence="recorded") for f in frames]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -42,8 +42,8 @@ def recorded(kind: str) -> pd.DataFrame:
 def fingerprints(dtype: str) -> pd.DataFrame:
     """Everything that is installed here, then what was recorded; what was not measured says why."""
     here = implementations.fingerprint_everything("cpu", dtype, compiler=False)
-    rows = [here.assign(evidence="measured"), recorded("fingerprints")]
-    frame = pd.concat(rows, ignore_index=True)
+    frame = pd.concat([here.assign(evidence="measured"), recorded("fingerprints")])
+    frame = frame[frame["dtype"] == dtype].reset_index(drop=True)
     frame["names"] = frame["names"].where(frame["status"] == "ok", "not measured")
     return frame["implementation device names reads_as agrees evidence text".split()]
 
