@@ -21,7 +21,7 @@ from mlakit.report import build, runbook
 from mlakit.rounding import oracle, round_to
 from mlakit.shapes import Widths
 from mlakit.sweep import grid, store
-from mlakit.timing import buffers, measure
+from mlakit.timing import buffers, guard, measure
 
 ROOT = Path(__file__).parents[1]
 TABLE = (ROOT / "docs" / "field-cases.md").read_text(encoding="utf-8")
@@ -108,6 +108,7 @@ def test_the_grid_is_one_number_and_so_lies_in_x():
 # ---- F06, F02, F07: widths and layouts through the public call
 
 
+@pytest.mark.filterwarnings("ignore::mlakit.dispatch.call.FallbackWarning")
 @pytest.mark.parametrize("width", [1, 2, 511, 513, 769, 1535, 8193, 16384])
 def test_odd_widths_repeat_themselves_and_stay_inside(width):
     made = inputs.make(7, Widths(width, 3, 1), "fp16", seed=width)
@@ -123,6 +124,7 @@ def test_odd_widths_repeat_themselves_and_stay_inside(width):
         assert (y.view(torch.int16).int() - want.view(torch.int16).int()).abs().max() <= 1
 
 
+@pytest.mark.filterwarnings("ignore::mlakit.dispatch.call.FallbackWarning")
 def test_rows_of_no_single_stride_fall_back_with_that_reason():
     call.reset()
     made = inputs.make(6, Widths(96, 32), layout="contiguous", seed=2)
@@ -141,6 +143,7 @@ def test_rows_of_no_single_stride_fall_back_with_that_reason():
 # ---- F03: no rows, then some
 
 
+@pytest.mark.filterwarnings("ignore::mlakit.dispatch.call.FallbackWarning")
 @pytest.mark.parametrize("quant", ["none", "fp8_token", "fp8_group128", "mxfp4"])
 def test_no_rows_leave_nothing_behind(quant):
     with torch.no_grad():
@@ -250,8 +253,10 @@ def test_timed_inputs_are_random_and_differ_between_slots():
     assert not torch.equal(q[0], q[1])
 
 
-def test_a_slow_first_call_has_a_column_of_its_own(monkeypatch):
+def test_a_slow_first_call_has_a_column_of_its_own(monkeypatch, tmp_path):
     seen = set()
+    monkeypatch.setattr(guard, "_cpu_cache_bytes", lambda: 1 << 20)
+    monkeypatch.setenv("MLAKIT_LOCK_DIR", str(tmp_path))
 
     def lazy(q, *rest, out=None):
         if q.shape not in seen:
