@@ -13,7 +13,7 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, unknown
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths.checks import check, refuse_overlap
+from mlakit.paths.checks import check, current, refuse_overlap
 from mlakit.rounding import oracle, round_to
 
 
@@ -220,8 +220,9 @@ def dequantise(quant: str, quantised: QuantisedQ, options: Options = DEFAULT) ->
 def eager(quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT):
     """The step in torch's own operators: float32 norm, then quantise."""
     quantised, k_out = outputs(quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options)
-    fill(quant, _norm32(q, q_weight, q_eps), quantised, options)
-    k_out.copy_(_norm32(k, k_weight, k_eps))
+    with current(q.device):  # torch.ldexp (2.11) launches on whichever device that is
+        fill(quant, _norm32(q, q_weight, q_eps), quantised, options)
+        k_out.copy_(_norm32(k, k_weight, k_eps))
     return quantised, k_out
 
 

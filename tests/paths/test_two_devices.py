@@ -105,7 +105,7 @@ def test_every_path_serves_the_card_that_its_tensors_are_on(name):
         pytest.skip(str(refused))
     for _ in range(2):  # the second call is a remembered one
         second = mlakit.qk_rmsnorm(*there, path=name)
-        torch.cuda.synchronize(1)
+        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
         assert second[1].device == torch.device("cuda:1")
         assert torch.cuda.current_device() == 0
         pairs = zip(tensors(first), tensors(second), strict=True)
