@@ -1,22 +1,20 @@
 """Fit the latency model to timing rows, and score it on what the fit never saw.
 
 A held-out cell's width pair *and* path are both absent from the fit that predicts it. Errors are
-absolute, in percent of the measured median. ``write`` puts parameters and errors into
-``data/latency.csv``; every line names the rows it came from.
+absolute, in percent of the measured median. ``python -m mlakit.sweep.calibrate`` makes
+``data/latency.csv`` anew (``mlakit.sweep.latency_table``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from mlakit import archs, latency, launches
-from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS
 from mlakit.shapes import Widths
@@ -196,37 +194,51 @@ def chosen_weight(frame: pd.DataFrame, units: int) -> float:
     return min(PRIOR_WEIGHTS, key=lambda weight: np.mean(missed[weight]))
 
 
+def _pairs(frame: pd.DataFrame) -> pd.Series:
+    return frame["q_lora_rank"].astype(str) + "+" + frame["kv_lora_rank"].astype(str)
+
+
+def with_error(cells: pd.DataFrame, modelled_us) -> pd.DataFrame:
+    """``cells`` with ``modelled_us`` and its signed ``error_pct``."""
+    error = 100 * (modelled_us - cells["p50_us"]) / cells["p50_us"]
+    return cells.assign(modelled_us=modelled_us, error_pct=error).reset_index(drop=True)
+
+
 def held_out(
-    frame: pd.DataFrame, *, paths_too: bool = True, weight: float | None = None
+    frame: pd.DataFrame,
+    *,
+    paths_too: bool = True,
+    weight: float | None = None,
+    on: pd.DataFrame | None = None,
 ) -> pd.DataFrame:
-    """``frame`` with ``modelled_us`` and ``error_pct``, each cell predicted by a stranger's fit.
+    """Cells with ``modelled_us`` and ``error_pct``, each predicted by a fit that never saw it.
 
     Args:
         frame: rows of one device.
         paths_too: leave the cell's path (and its family) out of the fit as well as its width pair;
             the controls (copy, launch floor) stay, at the other pairs.
         weight: of ``fit``; None: chosen for each fit on the rows it sees (nested).
+        on: rows to predict, of width pairs that ``frame`` lacks; None: ``frame``'s own.
 
     Raises:
-        MisuseError: fewer than two width pairs.
+        MisuseError: fewer than two width pairs, or ``on`` has one of ``frame``'s.
     """
     frame = usable(frame)
-    units = units_of(frame)
-    pair = frame["q_lora_rank"].astype(str) + "+" + frame["kv_lora_rank"].astype(str)
-    if pair.nunique() < 2:
+    units, pairs, family = units_of(frame), _pairs(frame), frame["path_ran"].replace(FAMILIES)
+    cells = frame if on is None else usable(on)
+    cells = cells[~cells["path_ran"].isin(CONTROLS)]
+    own = _pairs(cells) if on is None else pd.Series("", cells.index)
+    if on is None and pairs.nunique() < 2:
         raise MisuseError("rows of one width pair: nothing can be held out; sweep another pair")
-    family = frame["path_ran"].replace(FAMILIES)
-    modelled = pd.Series(np.nan, frame.index)
-    for own_pair in sorted(set(pair)):
-        for group in _families(frame[pair == own_pair]) if paths_too else [None]:
-            train = frame[(pair != own_pair) & (family != group)]
-            test = (pair == own_pair) & ~frame["path_ran"].isin(CONTROLS)
-            test &= (family == group) | (group is None)
-            held_to = chosen_weight(train, units) if weight is None else weight
-            modelled[test] = predict(frame[test], fit(train, units, weight=held_to), units)
-    found = frame.assign(modelled_us=modelled).dropna(subset="modelled_us")
-    error = 100 * (found["modelled_us"] - found["p50_us"]) / found["p50_us"]
-    return found.assign(error_pct=error).reset_index(drop=True)
+    if on is not None and set(pairs) & set(_pairs(cells)):
+        raise MisuseError("rows to judge by are of width pairs that the fit would see")
+    own_family = cells["path_ran"].replace(FAMILIES)
+    parts = []
+    for (pair, group), part in cells.groupby([own, own_family if paths_too else own]):
+        train = frame[(pairs != pair) & (family != (group if paths_too else ""))]
+        held_to = chosen_weight(train, units) if weight is None else weight
+        parts.append(with_error(part, predict(part, fit(train, units, weight=held_to), units)))
+    return pd.concat(parts, ignore_index=True)
 
 
 def score(cells: pd.DataFrame, by: str = "path_ran") -> pd.DataFrame:
@@ -273,112 +285,7 @@ def measured_fusion(frame: pd.DataFrame, widths: Widths, dtype: str = "bf16") ->
     return pd.DataFrame(found)
 
 
-# ---- data/latency.csv
-
-
-def lines(arch: str, device: str, what: str, source: str, values: Mapping, path: str = ""):
-    """Lines of ``data/latency.csv``, one a value."""
-
-    def unit(name: str) -> str:
-        ends = {"gbps": "GB/s", "_us": "us", "_pct": "%"}
-        found = next((u for end, u in ends.items() if name.split(":")[0].endswith(end)), "1")
-        return "elements/ns/thread" if name[:5] == "rate:" else found
-
-    return [
-        {"arch": arch, "device": device, "what": what, "path": path, "name": name}
-        | {"value": v if isinstance(v, int) else f"{v:.5g}", "unit": unit(name)}
-        | {"source": source}
-        for name, v in values.items()
-    ]
-
-
-def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
-    wide = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
-    found = {"m_from": frame["m"].min(), "m_to": frame["m"].max()}
-    found |= {"width_from": wide.min(), "width_to": wide.max()}
-    return {"units": units} | {name: int(value) for name, value in found.items()}
-
-
-def error_lines(scores: pd.DataFrame, arch: str, device: str, what: str, source: str) -> list[dict]:
-    return [
-        line
-        for r in scores.to_dict("records")
-        for line in lines(
-            arch, device, what, source, {n: r[n] for n in ("median_pct", "p90_pct")}, r["path_ran"]
-        )
-    ]
-
-
-def lines_of(frame: pd.DataFrame, source: str, weight: float | None = None) -> list[dict]:
-    """Lines of ``data/latency.csv`` for one device's rows: parameters, range, errors.
-
-    A path's own error is on width pairs the fit never saw; ``all`` is for a path that was never
-    timed: neither the pair nor the path was in the fit. Lines ``seen`` (all paths together, pair
-    unseen) and ``unseen`` (each path, pair and path unseen) complete the picture for a reader.
-    ``weight``: as for ``held_out``.
-
-    Raises:
-        MisuseError: no usable rows, several devices, or one width pair only.
-    """
-    frame = usable(frame)
-    arch = archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
-    units = units_of(frame)
-    device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
-    strict = score(held_out(frame, weight=weight))
-    pairs = score(held_out(frame, paths_too=False, weight=weight))
-    p = fit(frame, units, weight=weight or chosen_weight(frame, units))
-    both = f"{strict['cells'].iloc[0]} cells, width pair and path unseen; {source}"
-    pair = f"width pair unseen; {source}"
-    return [
-        *lines(arch, device, "parameter", source, p | ranges(frame, units)),
-        *error_lines(strict[:1], arch, device, "error", both),
-        *error_lines(pairs[1:], arch, device, "error", pair),
-        *error_lines(pairs[:1], arch, device, "seen", pair),
-        *error_lines(strict[1:], arch, device, "unseen", both),
-    ]
-
-
-def write(found: Iterable[dict], path: str | Path | None = None) -> Path:
-    """Write ``data/latency.csv``, whole or not at all; the file."""
-    target = Path(path or data_dir() / "latency.csv")
-    temporary = target.with_suffix(".tmp")
-    pd.DataFrame(list(found)).to_csv(temporary, index=False)
-    temporary.replace(target)
-    return target
-
-
-def recorded_frames() -> dict[str, pd.DataFrame]:
-    """Committed timing rows by folder; by file for CPUs, whose files may differ in threads."""
-    from mlakit.sweep.store import read_rows
-
-    found: dict[str, list] = {}
-    for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
-        if not file.stem.endswith(("accuracy", "samples")):
-            frame = read_rows(file)
-            cpu = bool((frame["arch"] == "cpu").all())
-            found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
-    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
-
-
-def main() -> None:
-    """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``.
-
-    Of several recorded devices of one arch, the one with the most usable rows.
-    """
-    best: dict[str, tuple[str, pd.DataFrame]] = {}
-    for name, frame in recorded_frames().items():
-        rows = usable(frame)
-        for arch in rows["arch"].unique():
-            if len(rows) > len(best.get(arch, ("", []))[1]):
-                best[arch] = name, rows
-    from mlakit.sweep.published import published_lines
-
-    found = [x for name, rows in best.values() for x in lines_of(rows, f"data/recorded/{name}")]
-    reached = {x["device"]: float(x["value"]) for x in found if x["name"] == "gbps"}
-    peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
-    shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
-    print(write([*found, *published_lines(max(shares))]))
-
-
 if __name__ == "__main__":
+    from mlakit.sweep.latency_table import main
+
     main()

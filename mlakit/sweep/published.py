@@ -11,21 +11,18 @@ from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.sweep.calibrate import (
     PRIOR_WEIGHTS,
-    error_lines,
     fit,
     known,
-    lines,
     predict,
-    ranges,
-    score,
+    with_error,
 )
 
 PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
 """Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""
-_NO_MEMORY = {"gbps": 1e5}
+NO_MEMORY = {"gbps": 1e5}
 """The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
 again: rows of a hot cache, whose bandwidth goes with the compute units, and none of memory's."""
-_FITTED_OP = "HIP"
+FITTED_OP = "HIP"
 """Of the published kernels, the one that is fitted: it is at or near the front on both cards."""
 
 
@@ -55,13 +52,13 @@ def published_cells() -> pd.DataFrame:
     return pd.DataFrame(columns).assign(**same, note="").reset_index(drop=True)
 
 
-def _card(hardware: str) -> archs.Arch:
+def card(hardware: str) -> archs.Arch:
     product = PUBLISHED_PRODUCTS[hardware][1]
     return next(p for p in archs.products() if p.product == product)
 
 
-def _units(hardware: str) -> int:
-    return known(_card(hardware).compute_units, f"compute units of {hardware}")
+def units(hardware: str) -> int:
+    return known(card(hardware).compute_units, f"compute units of {hardware}")
 
 
 def score_published() -> pd.DataFrame:
@@ -69,37 +66,9 @@ def score_published() -> pd.DataFrame:
     cells = published_cells()
     scored = []
     for hardware, part in cells.groupby("device", sort=True):
-        other = cells[(cells["device"] != hardware) & (cells["op"] == _FITTED_OP)]
-        there = _units(other["device"].iloc[0])
-        p = fit(other, there, _NO_MEMORY, PRIOR_WEIGHTS[0])
-        p["cache_gbps"] *= _units(hardware) / there
-        modelled = predict(part, p, _units(hardware))
-        error = 100 * (modelled - part["p50_us"]) / part["p50_us"]
-        scored.append(part.assign(modelled_us=modelled, error_pct=error))
+        other = cells[(cells["device"] != hardware) & (cells["op"] == FITTED_OP)]
+        there = units(other["device"].iloc[0])
+        p = fit(other, there, NO_MEMORY, PRIOR_WEIGHTS[0])
+        p["cache_gbps"] *= units(hardware) / there
+        scored.append(with_error(part, predict(part, p, units(hardware))))
     return pd.concat(scored, ignore_index=True)
-
-
-def published_lines(share_of_peak: float) -> list[dict]:
-    """Lines for AMD: gfx950 from published figures, errors of both cards, one launch cost.
-
-    ``share_of_peak``: of memory bandwidth, as a measured card reaches it; no published figure of a
-    norm tells it for AMD.
-    """
-    cells = published_cells()
-    own = cells[(cells["device"] == "MI350") & (cells["op"] == _FITTED_OP)]
-    card, units = _card("MI350"), _units("MI350")
-    p = fit(own, units, _NO_MEMORY, PRIOR_WEIGHTS[0])
-    p["gbps"] = share_of_peak * known(card.hbm_gbps, f"bandwidth of {card.product}")
-    source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
-    found = lines(card.name, card.product, "parameter", source, p | ranges(own, units))
-    for device, part in score_published().groupby("device", sort=True):
-        card = _card(str(device))
-        words = f"{len(part)} published single norms on {device}, fitted on the other card's"
-        row = score(part)[:1].assign(path_ran="row")
-        found += error_lines(row, card.name, card.product, "error", words)
-    floor = pd.read_csv(data_dir() / "published.csv")
-    floor = floor[floor["metric"] == "hip_graph_dispatch_time"]
-    for r in floor[floor["op"].str.contains("941 dispatches 1 block")].itertuples():
-        value = {"launch_us": float(r.value)}
-        found += lines(r.arch, r.hardware, "launch", r.source_url, value)
-    return found

@@ -10,7 +10,7 @@ from mlakit import launches
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
 from mlakit.shapes import Widths
-from mlakit.sweep import calibrate, published
+from mlakit.sweep import calibrate, latency_table, published
 
 M = (1, 64, 1024, 4096, 16384, 65536)
 # One H200, torch 2.11, triton 3.6, bf16, split views of a 2112-wide buffer, CUDA-graph replay over
@@ -95,6 +95,18 @@ def test_a_held_out_prediction_never_depends_on_what_it_is_scored_on(made, paths
     assert not np.allclose(before.loc[other, "modelled_us"], after.loc[other, "modelled_us"])
 
 
+def test_rows_kept_apart_are_judged_by_a_fit_on_all_the_others(made):
+    there = made[made["q_lora_rank"] != 768]
+    apart = made[(made["q_lora_rank"] == 768) & (made["path_ran"] != "launch_floor")]
+    cells = calibrate.held_out(there, paths_too=False, weight=0.3, on=apart)
+    p = calibrate.fit(there, 132, weight=0.3)
+    wanted = apart[apart["path_ran"] != "copy_limit"]
+    assert len(cells) == len(wanted)
+    assert sorted(cells["modelled_us"]) == pytest.approx(sorted(calibrate.predict(wanted, p, 132)))
+    with pytest.raises(MisuseError, match="the fit would see"):
+        calibrate.held_out(made, weight=0.3, on=apart)
+
+
 def test_one_pair_cannot_be_held_out_and_two_devices_cannot_be_fitted(made):
     with pytest.raises(MisuseError, match="one width pair"):
         calibrate.held_out(made[made["q_lora_rank"] == 768])
@@ -172,7 +184,7 @@ def test_measured_fusion_is_best_pair_minus_best_fused():
 @pytest.fixture
 def h200():
     """(folder, rows) of the H200 under ``data/recorded``."""
-    for name, frame in calibrate.recorded_frames().items():
+    for name, frame in latency_table.recorded_frames().items():
         if (frame["arch"] == "sm_90").all() and frame["device"].str.contains("H200").all():
             return name, frame
     pytest.skip("no recorded sweep of an H200")
@@ -201,7 +213,7 @@ def test_the_weight_of_the_prior_is_chosen_on_the_fits_own_rows(made):
 
 def test_the_committed_table_is_what_the_recorded_rows_give(h200):
     # Nested choice gives this weight to every fit.
-    again = calibrate.lines_of(h200[1], f"data/recorded/{h200[0]}", weight=1.0)
+    again = latency_table.lines_of(h200[1], f"data/recorded/{h200[0]}", weight=1.0)
     with open(data_dir() / "latency.csv", newline="", encoding="utf-8") as file:
         kept = {
             (r["what"], r["path"], r["name"]): float(r["value"])

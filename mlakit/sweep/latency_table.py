@@ -1,0 +1,167 @@
+"""``data/latency.csv``: the latency model's parameters and errors, a line each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from mlakit import archs
+from mlakit.datafiles import data_dir
+from mlakit.sweep import published
+from mlakit.sweep.calibrate import (
+    PRIOR_WEIGHTS,
+    chosen_weight,
+    fit,
+    held_out,
+    known,
+    product_of,
+    score,
+    units_of,
+    usable,
+)
+
+
+def lines(arch: str, device: str, what: str, source: str, values: Mapping, path: str = ""):
+    """Lines of ``data/latency.csv``, one a value."""
+
+    def unit(name: str) -> str:
+        ends = {"gbps": "GB/s", "_us": "us", "_pct": "%"}
+        found = next((u for end, u in ends.items() if name.split(":")[0].endswith(end)), "1")
+        return "elements/ns/thread" if name[:5] == "rate:" else found
+
+    return [
+        {"arch": arch, "device": device, "what": what, "path": path, "name": name}
+        | {"value": v if isinstance(v, int) else f"{v:.5g}", "unit": unit(name)}
+        | {"source": source}
+        for name, v in values.items()
+    ]
+
+
+def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
+    wide = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
+    found = {"m_from": frame["m"].min(), "m_to": frame["m"].max()}
+    found |= {"width_from": wide.min(), "width_to": wide.max()}
+    return {"units": units} | {name: int(value) for name, value in found.items()}
+
+
+def error_lines(scores: pd.DataFrame, arch: str, device: str, what: str, source: str) -> list[dict]:
+    return [
+        line
+        for r in scores.to_dict("records")
+        for line in lines(
+            arch, device, what, source, {n: r[n] for n in ("median_pct", "p90_pct")}, r["path_ran"]
+        )
+    ]
+
+
+def lines_of(
+    frame: pd.DataFrame, source: str, weight: float | None = None, judge: pd.DataFrame | None = None
+) -> list[dict]:
+    """Lines of ``data/latency.csv`` for one device's rows: parameters, range, errors.
+
+    A path's own ``error`` is on width pairs that the fit never saw; that of ``all`` is for a path
+    never timed: neither the pair nor the path was in the fit. Both are on ``judge`` where rows
+    of further pairs were kept from every fit, else by cross-validation, whose figures stand as
+    ``seen`` (pair unseen) and ``unseen`` (pair and path unseen) in any case. ``weight``: as for
+    ``held_out``.
+
+    Raises:
+        MisuseError: no usable rows, several devices, or one width pair only.
+    """
+    frame = usable(frame)
+    arch = archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
+    units = units_of(frame)
+    device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
+    p = fit(frame, units, weight=weight or chosen_weight(frame, units))
+    found = lines(arch, device, "parameter", source, p | ranges(frame, units))
+    for paths_too, what in ((False, "seen"), (True, "unseen")):
+        unseen = "width pair and path unseen" if paths_too else "width pair unseen"
+        own = score(held_out(frame, paths_too=paths_too, weight=weight))
+        words = f"cross-validation, {own['cells'].iloc[0]} cells, {unseen}; {source}"
+        found += error_lines(own, arch, device, what, words)
+        if judge is not None:
+            own = score(held_out(frame, paths_too=paths_too, weight=weight, on=judge))
+            words = f"{own['cells'].iloc[0]} cells of pairs kept from every fit, {unseen}; {source}"
+        own = own[(own["path_ran"] == "all") == paths_too]
+        found += error_lines(own, arch, device, "error", words)
+    return found
+
+
+def published_lines(share_of_peak: float) -> list[dict]:
+    """Lines for AMD: gfx950 from published figures, errors of both cards, one launch cost.
+
+    ``share_of_peak``: of memory bandwidth, as a measured card reaches it; no published figure of a
+    norm tells it for AMD.
+    """
+    cells = published.published_cells()
+    own = cells[(cells["device"] == "MI350") & (cells["op"] == published.FITTED_OP)]
+    card, units = published.card("MI350"), published.units("MI350")
+    p = fit(own, units, published.NO_MEMORY, PRIOR_WEIGHTS[0])
+    p["gbps"] = share_of_peak * known(card.hbm_gbps, f"bandwidth of {card.product}")
+    source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
+    found = lines(card.name, card.product, "parameter", source, p | ranges(own, units))
+    for device, part in published.score_published().groupby("device", sort=True):
+        card = published.card(str(device))
+        words = f"{len(part)} published single norms on {device}, fitted on the other card's"
+        row = score(part)[:1].assign(path_ran="row")
+        found += error_lines(row, card.name, card.product, "error", words)
+    floor = pd.read_csv(data_dir() / "published.csv")
+    floor = floor[floor["metric"] == "hip_graph_dispatch_time"]
+    for r in floor[floor["op"].str.contains("941 dispatches 1 block")].itertuples():
+        value = {"launch_us": float(r.value)}
+        found += lines(r.arch, r.hardware, "launch", r.source_url, value)
+    return found
+
+
+def write(found: Iterable[dict], path: str | Path | None = None) -> Path:
+    """Write ``data/latency.csv``, whole or not at all; the file."""
+    target = Path(path or data_dir() / "latency.csv")
+    temporary = target.with_suffix(".tmp")
+    pd.DataFrame(list(found)).to_csv(temporary, index=False)
+    temporary.replace(target)
+    return target
+
+
+def recorded_frames() -> dict[str, pd.DataFrame]:
+    """Committed timing rows by folder; by file for CPUs, whose files may differ in threads."""
+    from mlakit.sweep.store import read_rows
+
+    found: dict[str, list] = {}
+    for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
+        if not file.stem.endswith(("accuracy", "samples")):
+            frame = read_rows(file)
+            cpu = bool((frame["arch"] == "cpu").all())
+            found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
+    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
+
+
+def kept_from_fits(name: str) -> pd.DataFrame | None:
+    """Rows under ``data/recorded/<name>/heldout`` that judge the latency model; None: none."""
+    from mlakit.sweep.store import read_rows
+
+    files = sorted((data_dir() / "recorded" / name / "heldout").glob("*latency-blind.parquet"))
+    return read_rows(files[-1]) if files else None
+
+
+def main() -> None:
+    """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``.
+
+    Of several recorded devices of one arch, the one with the most usable rows.
+    """
+    best: dict[str, tuple[str, pd.DataFrame]] = {}
+    for name, frame in recorded_frames().items():
+        rows = usable(frame)
+        for arch in rows["arch"].unique():
+            if len(rows) > len(best.get(arch, ("", []))[1]):
+                best[arch] = name, rows
+    found = [
+        x
+        for name, rows in best.values()
+        for x in lines_of(rows, f"data/recorded/{name}", judge=kept_from_fits(name))
+    ]
+    reached = {x["device"]: float(x["value"]) for x in found if x["name"] == "gbps"}
+    peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
+    shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
+    print(write([*found, *published_lines(max(shares))]))
