@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import gc
+import json
 import os
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
     # Without gradients from the first call on: switching later would make compiled paths recompile.
     with guard.device_lock(device, wait_s=wait_s), torch.no_grad():
         if found:
-            # graphs of the cell before hold their outputs until collected: tens of GiB at M = 65,536
+            # Graphs of the cell before hold their outputs until collected: tens of GiB.
             gc.collect()
             torch.cuda.empty_cache()
         return _Measurement(cell, device, identity, entries).result()
