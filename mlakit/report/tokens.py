@@ -37,19 +37,22 @@ def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
 
 
 def recorded(arch: str) -> list[dict]:
-    """Every committed stack measurement on ``arch``, the latest first."""
+    """``recorded_anywhere`` on ``arch``."""
     return [r for r in recorded_anywhere() if r["arch"] == archs.base_name(arch)]
 
 
 def recorded_anywhere() -> list[dict]:
-    """Every committed stack measurement, the latest first."""
+    """Every committed stack measurement: with float weights first, then the latest."""
     files = sorted((data_dir() / "recorded").glob("*/*stack*.json"))
     found = [read_json(f) for f in files]
     for file, held in zip(files, found, strict=True):
         if not isinstance(held, dict) or not isinstance(held.get("started_at"), str):
             raise MisuseError(f"{file} holds no stack measurement: restore it")
     found = [held | {"evidence": "recorded"} for held in found]
-    return sorted(found, key=lambda r: r["started_at"], reverse=True)
+    plain = "float"
+    return sorted(
+        found, key=lambda r: (r.get("weights", plain) == plain, r["started_at"]), reverse=True
+    )
 
 
 def frame(result: dict | None) -> pd.DataFrame:

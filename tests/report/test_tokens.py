@@ -80,11 +80,14 @@ def test_where_nothing_ran_nothing_is_stated():
 
 def test_recorded_stacks_are_found_and_called_recorded(tmp_path, monkeypatch):
     (tmp_path / "recorded" / "card").mkdir(parents=True)
-    for day, arch in ((1, "sm_90"), (2, "sm_90"), (3, "gfx942")):
+    for day, arch, weights in (
+        (1, "sm_90", "float"), (2, "sm_90", "float"), (3, "gfx942", "float"), (4, "sm_90", "mxfp4"),
+    ):  # fmt: skip
         made = result(2.0, arch) | {"started_at": f"2026-01-0{day}T00:00:00+00:00"}
+        made["weights"] = weights
         (tmp_path / "recorded" / "card" / f"{day}-stack.json").write_text(json.dumps(made))
     monkeypatch.setattr(tokens, "data_dir", lambda: tmp_path)
-    assert [r["started_at"][9] for r in tokens.recorded("sm_90")] == ["2", "1"]
+    assert [r["started_at"][9] for r in tokens.recorded("sm_90")] == ["2", "1", "4"]
     rows = tokens.frame(tokens.stack_result("sm_90", [1], 0))
     assert set(rows["evidence"]) == {"recorded"}
 
