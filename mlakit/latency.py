@@ -285,9 +285,7 @@ def error_lines(arch: str) -> list[dict]:
     return list(found.values())
 
 
-def estimate(
-    path: str, arch: str, widths: Widths, m: int, dtype: str = "bf16", *, into_out: bool = False
-) -> Estimate:
+def estimate(path: str, arch: str, widths: Widths, m: int, dtype: str = "bf16") -> Estimate:
     """The modelled time of one call, split by cause, with its known error.
 
     Cold cache, launches back to back (graph clock) on a GPU; wall time on a CPU.
@@ -298,7 +296,7 @@ def estimate(
     if m < 1:
         raise MisuseError(f"batch is {m}: give a whole number of rows, 1 or more")
     of = card(arch)
-    made = launches.plan(path, widths, m, dtype, arch=of.arch, into_out=into_out)
+    made = launches.plan(path, widths, m, dtype, arch=of.arch)
     none = np.zeros(len(made), int)
     found = by_cause(of.parameters, of.units, resident_threads(of.arch), columns_of(made), none, 1)
     parts = {k: float(v[0]) for k, v in found.items()}

@@ -208,7 +208,7 @@ MODELLED = ("copy_limit", "launch_floor", "torch_native", *ONE_LAUNCH, *_NORMS)
 """Names that ``plan`` knows how they work; quantised paths are not modelled."""
 
 
-def _one(path: str, widths: Widths, m: int, dtype: str, arch: str, early: bool | None) -> Launch:
+def _one(path: str, widths: Widths, m: int, dtype: str, arch: str) -> Launch:
     """The launch of a fused path, or of the same-traffic copy."""
     parts = [w for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
     size, n = ITEMSIZE[dtype], m * sum(parts)
@@ -219,7 +219,7 @@ def _one(path: str, widths: Widths, m: int, dtype: str, arch: str, early: bool |
     if path == "triton_fused":
         c = triton_config.heuristic(arch, m, widths.q_lora_rank, widths.kv_lora_rank, dtype)
         programs = triton_config.programs(c, m, widths.q_lora_rank, 1)
-        starts = 0 if (c.pdl if early is None else early) else 1
+        starts = 0 if c.pdl else 1
         threads = c.num_warps * triton_config.lanes_of(arch)
         return Launch("row", programs, threads, n, moved, starts=starts, meets=1)
     # AITER's kernel is instantiated with 256 threads for a part of a row.
@@ -233,9 +233,8 @@ def plan(
     dtype: str = "bf16",
     *,
     arch: str,
-    into_out: bool = True,
+    into_out: bool = False,
     contiguous: bool = False,
-    early: bool | None = None,
 ) -> list[Launch]:
     """The launches one call takes.
 
@@ -245,9 +244,8 @@ def plan(
         m: rows.
         dtype: of inputs and outputs.
         arch: one of ``data/archs.csv``; on a CPU F.rms_norm is the eager operations in C++.
-        into_out: outputs are given; a path that makes its own then copies them (graph clock).
+        into_out: outputs are given; a path that makes its own then copies them.
         contiguous: the parts are not views of one buffer.
-        early: whether triton_fused starts early; None: as its heuristic does today.
 
     Raises:
         MisuseError: a path whose working is not described here, or no such dtype.
@@ -259,7 +257,7 @@ def plan(
     if path == "launch_floor":
         return [Launch("copy", 0, 0, 0, 0, reads=0)]
     if path in ONE_LAUNCH or path == "copy_limit":
-        return [_one(path, widths, m, dtype, arch, early)]
+        return [_one(path, widths, m, dtype, arch)]
     parts = [w for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
     cpu = arch == "cpu"
     if cpu and path == "torch_native" and not widths.q_lora_rank:

@@ -20,21 +20,19 @@ MODELLED_ARCHS = [a for a in archs.known() if a != "cpu"]
 
 @pytest.mark.parametrize("path", [p for p in latency.MODELLED if p in registry.names()])
 def test_plan_has_the_launches_that_the_path_declares(path):
-    made = launches.plan(path, V3, 64, arch="sm_90", into_out=False, contiguous=True)
+    made = launches.plan(path, V3, 64, arch="sm_90", contiguous=True)
     declared = registry.get(path).launches
     # torch_rms_norm_copied's copies are of views; contiguous parts need none.
     assert len(made) == (declared - 2 if registry.get(path).copies else declared)
 
 
 def test_views_cost_f_rms_norm_a_copy_only_when_they_have_more_than_one_row():
-    counts = [
-        len(launches.plan("torch_rms_norm", V3, m, arch="sm_90", into_out=False)) for m in (1, 2)
-    ]
+    counts = [len(launches.plan("torch_rms_norm", V3, m, arch="sm_90")) for m in (1, 2)]
     assert counts == [2, 4]
 
 
 def test_no_q_latent_halves_the_launches_of_a_pair():
-    one = launches.plan("quack_rms_norm", Widths(0, 512), 8, arch="sm_90", into_out=False)
+    one = launches.plan("quack_rms_norm", Widths(0, 512), 8, arch="sm_90")
     assert len(one) == 1
     assert one[0].programs == 2  # QuACK's program is four rows of a warp each
 
@@ -90,7 +88,9 @@ def test_programs_that_do_not_fit_the_card_take_turns():
 def test_what_the_launch_before_wrote_is_read_from_a_cache():
     got = causes(launches.Launch("map", 1, 128, 1, 1e6, cached=4e6))
     assert got["bandwidth"] == pytest.approx(1 + 1)
-    big, small = (launches.plan("liger_rms_norm", V3, m, arch="sm_90")[1] for m in (65536, 64))
+    big, small = (
+        launches.plan("liger_rms_norm", V3, m, arch="sm_90", into_out=True)[1] for m in (65536, 64)
+    )
     assert (big.cached, big.reads) == (0, 1)
     assert (small.cached, small.reads, small.rereads) == (64 * 1536 * 2, 0, 1)
 

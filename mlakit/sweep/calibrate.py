@@ -38,9 +38,6 @@ FAMILIES = {"torch_rms_norm_copied": "torch_rms_norm", "dual_stream": "torch_rms
 """Paths of the same kernels: one of them does not count as unseen while the other is seen."""
 
 
-_FRESH_SINCE = "2026-11-30T12:03"
-
-
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows the model speaks of: a figure, cold cache, 16-bit or float32, a path it knows."""
     keep = (
@@ -92,18 +89,14 @@ class _Design:
         made: list = []
         call: list[int] = []
         for i, r in enumerate(frame.itertuples()):
-            # Until then the graph clock copied results into given outputs, where a path takes none,
-            # and triton_fused started early up to 128 rows only.
-            old = r.clock == "graph" and str(getattr(r, "started_at", "")) < _FRESH_SINCE
             own = launches.plan(
                 r.path_ran,
                 Widths(int(r.q_lora_rank), int(r.kv_lora_rank)),
                 int(r.m),
                 r.dtype,
                 arch=archs.base_name(r.arch),
-                into_out=old or r.layout.endswith("_out"),
+                into_out=r.layout.endswith("_out"),
                 contiguous=r.layout == "contiguous",
-                early=r.m <= 128 if old else None,
             )
             if r.cache == "hot":
                 own = [replace(x, moved=0.0, cached=x.moved + x.cached) for x in own]
