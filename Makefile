@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup report test lint format docs check-constraints release-check audit lab clean
+.PHONY: help setup report test lint format docs check-constraints release-check audit lab screenshots clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,9 @@ check-constraints: $(READY)  ## resolve constraints.txt for each Python we suppo
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab notebooks
+
+screenshots: $(READY)  ## make docs/explore-*.png anew, in a headless Chromium
+	@MLAKIT_WRITE_IMAGES=1 $(BIN)/python -m pytest tests/test_lab_browser.py -k looks_like
 
 clean:  ## remove the virtual environment and the caches, never the runs
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -170,8 +170,9 @@ def speed(rows: pd.DataFrame | None = None) -> VBox:
     found = lanes(rows)
     kinds = sorted(set(rows["evidence"])) if len(rows) else EVIDENCE[:2]
     pairs = sorted({_pair(r) for r in rows.itertuples()}) if len(rows) else ["1536+512"]
+    fullest = max(found, key=lambda lane: len(found[lane]), default=None)
     controls = {
-        "lane": _choice("measured on", found or ["nothing recorded"]),
+        "lane": _choice("measured on", found or ["nothing recorded"], fullest),
         "figure": w.ToggleButtons(options=VIEWS),
         "hidden": _choice("q + kv", pairs, "1536+512" if "1536+512" in pairs else None),
         "evidence": w.SelectMultiple(description="evidence", options=kinds, value=tuple(kinds)),
@@ -291,7 +292,7 @@ def codegen(arch: str = "gfx950", other: str = "gfx942") -> VBox:
         "model": _choice("model", _models(), "DeepSeek-V3"),
         "quant": _choice("deliver q as", QUANTS),
         "m": w.SelectionSlider(description="rows M", options=[1, 64, 1024, 8192], value=64),
-        "build": w.ToggleButton(description="compile (seconds, once)"),
+        "build": w.ToggleButton(description="compile"),
     }
     return _explorer("codegen", "What the compiler makes of it", controls, codegen_view)
 

@@ -1,5 +1,6 @@
 """The lab as a person meets it: JupyterLab in a real browser, notebooks run, controls moved."""
 
+import base64
 import contextlib
 import os
 import re
@@ -80,15 +81,18 @@ def page(tmp_path_factory, lab):
 OTHERS = sorted(
     str(p.relative_to(NOTEBOOKS)) for p in NOTEBOOKS.rglob("*.ipynb") if p.stem != "explore"
 )
-CELLS = "window.jupyterapp.shell.currentWidget.content.widgets"
+PANEL = "window.jupyterapp.shell.currentWidget"
+CELLS = f"{PANEL}.content.widgets"
 
 
 def run_all(page, lab, name: str) -> None:
-    """Open a notebook in the lab and run every cell; no cell may fail."""
+    """Open a notebook in the lab and run every cell; no cell may fail. The one before it ends."""
+    if page.run("!!window.jupyterapp"):
+        page.run(f"{PANEL}?.sessionContext?.shutdown()")
     page.open(f"{lab}/lab/tree/{name}?reset")
     page.wait("window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 1")
-    page.wait("window.jupyterapp.shell.currentWidget.sessionContext?.session?.kernel != null")
-    page.wait("window.jupyterapp.shell.currentWidget.sessionContext.isReady")
+    page.wait(f"{PANEL}.sessionContext?.session?.kernel != null")
+    page.wait(f"{PANEL}.sessionContext.isReady")
     assert page.run("window.jupyterapp.commands.execute('notebook:run-all-cells')") is not False
     failed = f"{CELLS}.some(c => c.outputArea?.model.toJSON().some(o => o.output_type == 'error'))"
     assert not page.run(failed), page.run("document.body.innerText.slice(0, 3000)")
@@ -103,11 +107,59 @@ def explorer(name: str) -> str:
     return f"document.querySelector('.mlakit-{name}').closest('.widget-vbox')"
 
 
+EXPLORERS = {"dispatch": "arch", "speed": "lane", "drift": "one", "codegen": "arch"}
+"""Each explorer and one of its controls."""
+
+
 @pytest.fixture(scope="module")
 def opened(page, lab):
     run_all(page, lab, "explore.ipynb")
     page.wait("document.querySelectorAll('.mlakit').length >= 4")
     return page
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_an_explorer_looks_like_something(opened, name):
+    """``make screenshots`` keeps what is seen here under docs/."""
+    import io
+
+    from PIL import Image
+
+    box = explorer(f"{name}-{EXPLORERS[name]}")
+    opened.wait(f"{box}.querySelector('.mlakit img, .mlakit table') != null")
+    opened.run(f"{box}.scrollIntoView({{block: 'center'}})")
+    clip = opened.run(
+        f"(r => ({{x: r.x, y: r.y, width: Math.min(r.width, 1000), "
+        f"height: Math.min(r.height, 900), scale: 0.75}}))({box}.getBoundingClientRect())"
+    )
+    shot = opened.call("Page.captureScreenshot", format="png", clip=clip)["data"]
+    image = Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")
+    assert min(image.size) > 200
+    assert len(image.getcolors(1 << 24)) > 50
+    if os.environ.get("MLAKIT_WRITE_IMAGES"):
+        file = NOTEBOOKS.parent / "docs" / f"explore-{name}.png"
+        image.quantize(64).save(file, optimize=True)
+
+
+def test_each_explorer_paints_by_itself(opened):
+    """Seconds from running a cell to its explorer, printed; the machine may be busy."""
+    script = f"""(async () => {{
+      const seconds = [], app = window.jupyterapp, content = {PANEL}.content;
+      for (let i = 0; i < content.widgets.length; i++) {{
+        const cell = content.widgets[i];
+        if (!cell.node.querySelector('.mlakit')) continue;
+        content.activeCellIndex = i;
+        cell.model.sharedModel.clearOutputs?.();
+        const start = performance.now();
+        await app.commands.execute('notebook:run-cell');
+        while (!cell.node.querySelector('.mlakit')) await new Promise(r => setTimeout(r, 10));
+        seconds.push((performance.now() - start) / 1000);
+      }}
+      return seconds;
+    }})()"""
+    seconds = opened.run(script)
+    print("first paint, s:", *(f"{s:.2f}" for s in seconds))
+    assert len(seconds) == len(EXPLORERS)
 
 
 def shown(page, control: str) -> str:

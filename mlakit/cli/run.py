@@ -107,6 +107,9 @@ def report(
     batch: Annotated[
         list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
     ] = None,
+    drift_batch: Annotated[
+        list[str] | None, typer.Option(help="Rows M of the accuracy, with commas.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     policy: Annotated[str, typer.Option(help="The rule to explain.")] = "mlakit",
     notebook: Annotated[
@@ -133,6 +136,7 @@ def report(
         archs=tuple(dict.fromkeys(check_arch(a) for a in split(arch))),
         models=tuple(split(model)),
         batches=tuple(whole(split(batch))),
+        drift_batches=tuple(whole(split(drift_batch))),
         notebooks=tuple(names),
     )
     options = build.Options(

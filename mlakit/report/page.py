@@ -42,9 +42,12 @@ def write_notebook(file: Path, source: Path, run: NotebookRun, footer: str) -> P
     """The page of an executed (or half-executed) notebook, its error and parameters on top."""
     title = f"{run.name} · {run.parameters.get('arch', '')}".rstrip(" ·")
     head = f'<p><a href="index.html">all pages of this report</a></p>{_status_line(run)}'
-    body = Markup("<h1>{}</h1><p>Nothing was saved: it never started.</p>").format(title)
-    if source.exists():
-        body = _notebook_html(source)
+    why = "Nothing was saved: it never started."
+    try:
+        body = _notebook_html(source) if source.exists() else ""
+    except ValueError:  # the disk was full
+        body, why = "", "What was saved does not read."
+    body = body or Markup("<h1>{}</h1><p>{}</p>").format(title, why)
     return write(file, title=title, body=Markup(head + body), footer=footer)
 
 

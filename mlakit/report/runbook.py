@@ -185,10 +185,12 @@ def _environment(scratch: Path) -> dict[str, str]:
     }
     for folder in folders.values():
         folder.mkdir()
+    home = os.path.expanduser("~")
     return {
         **os.environ,
         **{k: str(v) for k, v in folders.items()},
-        "HOME": os.environ.get("HOME") or str(scratch),
+        # Compilers keep their caches at home: an empty one each time would build all anew.
+        "HOME": home if os.access(home, os.W_OK) else str(scratch),
         "JUPYTER_PATH": os.pathsep.join(
             filter(None, (str(scratch / "share"), os.environ.get("JUPYTER_PATH")))
         ),

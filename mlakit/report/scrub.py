@@ -38,7 +38,7 @@ def _replacements() -> tuple[tuple[str, str], ...]:
     found = {
         str(Path(__file__).resolve().parents[2]): "[mlakit]",
         str(Path.cwd()): "[here]",
-        str(Path.home()): "[home]",
+        os.path.expanduser("~"): "[home]",  # a user without an entry has none: "~" stays
         sys.prefix: "[env]",
         sys.base_prefix: "[python]",
         tempfile.gettempdir(): "[tmp]",

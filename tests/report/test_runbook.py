@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -56,7 +55,6 @@ def test_ok_counts_figures(tmp_path):
         (("1 / 0", END), {}, "failed", "ZeroDivisionError"),
         (("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", END), {}, "killed", "kernel"),
         (("import time\ntime.sleep(60)", END), {"cell_limit_s": 2}, "timed out", "limit of 2 s"),
-        (("import time\ntime.sleep(60)", END), {"run_limit_s": 6}, "timed out", "limit of 6 s"),
         (("x = 1",), {}, "incomplete", "end marker"),
     ],
 )
@@ -86,7 +84,8 @@ def test_nothing_is_left_running(tmp_path):
         f"import os, time, pathlib\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
         "time.sleep(120)"
     )
-    assert run(tmp_path, code, run_limit_s=8).status == "timed out"
+    done = run(tmp_path, code, run_limit_s=8)
+    assert (done.status, done.reason) == ("timed out", "over the run limit of 8 s")
     pid = int(pid_file.read_text())
     for _ in range(50):
         if not Path(f"/proc/{pid}").exists():
@@ -117,26 +116,6 @@ def test_a_notebook_needs_exactly_one_parameters_cell(tmp_path):
     nbformat.write(nb, path)
     with pytest.raises(MisuseError, match="2 cells tagged"):
         runbook.declared_parameters(path)
-
-
-def test_works_without_home_display_and_a_usable_mplbackend(tmp_path):
-    write(tmp_path, "import matplotlib.pyplot as plt\nplt.figure()", END)
-    code = (
-        "from pathlib import Path\nfrom mlakit.report import runbook\n"
-        "f = Path('.')\nd = runbook.run_notebook(f / 'small.ipynb', f / 'out.ipynb', {})\n"
-        "print(d.status, d.reason)"
-    )
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PATH": "/nonexistent", "MPLBACKEND": "module://nonsense", "LANG": "C"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "ok", done.stdout + done.stderr
 
 
 def test_failed_page_has_error_and_configuration_on_top(tmp_path):
