@@ -150,6 +150,7 @@ def evaluate(
     small: Annotated[
         bool, typer.Option("--small", help="The model in mlakit, through everything here.")
     ] = False,
+    n: Annotated[int, typer.Option(min=1, max=10_000, help="Questions of --small.")] = 2000,
     device: Device = "",
     as_json: Json = False,
 ) -> None:
@@ -157,7 +158,7 @@ def evaluate(
     if small:
         from mlakit.drift.flips import flips
 
-        rows = flips(_where(device, "bf16")).to_dict("records")
+        rows = flips(_where(device, "bf16"), n).to_dict("records")
         print_rows(rows, "answers of the small model, against one rounding", as_json)
         return
     if not model or not questions:
