@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,9 +112,15 @@ def test_every_rung_has_a_sentence_and_the_figures_are_the_recorded_ones(ladder)
     import pandas as pd
 
     assert len(ladder.RUNGS) == 7
+    figures = ladder.figures()
     for rung in ladder.RUNGS:
         assert 30 < len(ladder.sentence(rung)) <= 100
-    for row in ladder.figures():
+        text = (ladder.FOLDER / f"{rung}.py").read_text()
+        said = re.search(r"Figure: ([\d.]+) us at M = 64\b.*recorded on an NVIDIA H200", text)[1]
+        known = [r for r in figures if (r["rung"], r["m"]) == (rung, "64")]
+        known = [f"{float(r['p50_us']):.1f}" for r in known if r["device"] == "NVIDIA H200"]
+        assert said in known, (rung, said, known)
+    for row in figures:
         assert row["evidence"] in ("measured", "recorded")
         if "triton-search" not in row["source"]:
             continue
