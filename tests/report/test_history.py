@@ -8,7 +8,7 @@ import pytest
 
 from mlakit.errors import ExitCode, MisuseError
 from mlakit.records import CONTROLS, Cell
-from mlakit.report import history
+from mlakit.report import build, history
 from mlakit.sweep import store
 
 CELLS = [Cell("cpu", m, 1536, 512, ("torch_native", "cpu_fused")) for m in (1, 8, 64, 512)]
@@ -97,6 +97,25 @@ def test_a_pin_is_obeyed_and_kept(tmp_path):
     assert history.history(tmp_path)[0].comparison.counts["slower"] == 4
     assert "Runs against new</h1>" in history.write(tmp_path).read_text()
     assert history.history(tmp_path, "old")[1].comparison.counts["faster"] == 4
+
+
+def test_what_changed_since_a_pinned_baseline_can_be_a_regression(tmp_path):
+    record(tmp_path, "first", 1, seed=1)
+    alone = history.since(tmp_path / "first")
+    assert alone.sentences[0].startswith("Nothing is compared: no runs in")
+    assert "mlakit history" in alone.sentences[1]
+    record(tmp_path, "slow", 2, seed=2, slow=(8, 64))
+    slow = tmp_path / "slow"
+    told = history.since(slow)
+    assert "Against first, the oldest ok run (none is pinned): 2 slower" in told.sentences[0]
+    assert not told.regressed
+    history.pin(tmp_path, "first")
+    told = history.since(slow)
+    assert "the pinned baseline: 2 slower" in told.sentences[0]
+    assert sum("Slower: cpu_fused at 1536+512 M=" in s for s in told.sentences) == 2
+    assert told.regressed
+    assert build._status(build.Report(slow, "", [], "", told)) == "regression"
+    assert build._status(build.Report(slow, "", [], "", alone)) == "ok"
 
 
 def test_misuse_is_named(tmp_path):
