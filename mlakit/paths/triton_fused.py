@@ -22,7 +22,6 @@ from mlakit.paths.registry import Path
 from mlakit.paths.triton_config import Config
 from mlakit.paths.triton_launch import DTYPE_NAMES, Launch, prepare, start
 
-_start = start
 KERNEL = "mlakit.paths.triton_kernels:qk_rmsnorm_kernel"
 MOST_READY = 4096
 """Calls remembered: a serving engine sees some hundred row counts, an entry takes about 1 KiB."""
