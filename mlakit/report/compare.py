@@ -36,7 +36,7 @@ from scipy.stats import norm
 
 from mlakit.errors import ExitCode, MisuseError
 from mlakit.records import CONTROLS
-from mlakit.sweep import store
+from mlakit.sweep import parquet, store
 from mlakit.timing import stats
 
 KEY = (
@@ -79,7 +79,7 @@ def load(source: Source | str | Path) -> Source:
         beside = path.with_name(f"{path.stem}-samples.parquet")
         if not beside.exists():
             raise MisuseError(f"no samples beside {path.name}: {beside.name} is wanted")
-        frame = store.read_file(beside, [], keep=True).to_pandas()
+        frame = parquet.read_file(beside, [], keep=True).to_pandas()
     else:
         frame = store.read_samples(path)
     if not {"cell_id", "path", "us"} <= set(frame.columns):
@@ -149,22 +149,10 @@ class Comparison:
         return json.dumps(self._as_dict(), indent=1)
 
     def _as_dict(self) -> dict:
-        mean = self.geometric_mean
-        return {
-            "a": self.a,
-            "b": self.b,
-            "smallest": self.smallest,
-            "correction": "holm",
-            "exit_code": int(self.exit_code),
-            "counts": self.counts,
-            "geometric_mean": asdict(mean) if mean else None,
-            "session_shift": self.shift,
-            "environment": self.environment,
-            "missing": self.missing,
-            "broken": self.broken,
-            "changes": [asdict(c) for c in self.changes],
-            "pinned": self.pinned._as_dict() if self.pinned else None,
-        }
+        mean, pinned = self.geometric_mean, self.pinned and self.pinned._as_dict()
+        told = {"correction": "holm", "exit_code": int(self.exit_code), "counts": self.counts}
+        told |= {"geometric_mean": asdict(mean) if mean else None, "pinned": pinned}
+        return asdict(self) | told
 
     def to_markdown(self, *, most: int = 40) -> str:
         """For a pull request: counts, the mean, and the rows that are not the same."""

@@ -19,7 +19,7 @@ from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError, one_line
 from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row
 from mlakit.report import scrub
-from mlakit.sweep import grid, store
+from mlakit.sweep import grid, parquet, store
 
 GRID = {
     "models": ["DeepSeek-V3"],
@@ -84,7 +84,7 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
     table = pq.read_table(exported)
     clean = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
     metadata = dict(table.schema.metadata or {}) | {_KEY: json.dumps(provenance).encode()}
-    store.write_table(clean.replace_schema_metadata(metadata), exported)
+    parquet.write_table(clean.replace_schema_metadata(metadata), exported)
     return exported
 
 

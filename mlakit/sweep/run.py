@@ -1,15 +1,12 @@
 """Run a sweep: cells in warm workers, one row for whatever goes wrong, resumable at any point.
 
-``python -m mlakit.sweep.run --preset qk-norm --out runs`` needs only torch, triton, numpy, pandas
-and pyarrow, so it runs on a bare GPU machine.
+As a command it is ``mlakit.sweep.__main__``, on a bare GPU machine too.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
-import signal
 import sys
 import threading
 import time
@@ -396,56 +393,7 @@ def run_asked(
     return run_sweep(cells, run_dir, progress=progress, worker=worker, spec=plain, **options)
 
 
-def print_progress(done: int, total: int, cell: Cell, words: str) -> None:
-    """One plain line a job."""
-    shape = f"{cell.widths} M={cell.m} {cell.dtype} {cell.clock} {cell.cache}"
-    print(f"[{done}/{total}] {cell.arch} {shape}: {words}", flush=True)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m mlakit.sweep.run", description=__doc__)
-    p.add_argument("--preset", choices=grid.PRESETS)
-    p.add_argument("--out", default="runs", help="the folder that the run's folder goes into")
-    p.add_argument("--resume", metavar="RUN", help="the folder of a run to go on with")
-    p.add_argument("--force", action="store_true", help="resume in another environment")
-    p.add_argument("--every-device", action="store_true")
-    p.add_argument("--retry", default="", help="statuses to measure again, with --resume")
-    p.add_argument("--measure", default="timing", help="timing, accuracy or both")
-    p.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
-    for name, default in grid.DEFAULTS.items():
-        kind = float if name == "budget_s" else int if name == "seed" else str
-        p.add_argument("--" + name.replace("_", "-"), type=kind, help=f"default: {default}")
-    return p.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The bare command; returns an ``ExitCode``."""
-    a = _arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    values = {n: getattr(a, n) for n in grid.DEFAULTS}
-    values = {n: v.split(",") if isinstance(v, str) else v for n, v in values.items()}
-    options = {"time_limit_s": a.time_limit_s, "every_device": a.every_device}
-    try:
-        if a.resume:
-            measure = store.show_run(a.resume)["measure"]
-            retry = a.retry.split(",") if a.retry else ()
-            options |= {"measure": measure, "force": a.force, "retry": retry}
-            summary = run_sweep(None, a.resume, progress=print_progress, **options)
-        else:
-            options["measure"] = a.measure.split(",")
-            run_dir = store.new_run_dir(a.out)
-            summary = run_asked(values | {"preset": a.preset}, run_dir, options, print_progress)
-    except MisuseError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.MISUSE
-    except (KeyboardInterrupt, LockedError) as error:
-        why = str(error) or "interrupted"
-        print(f"{why}; what was measured is kept, --resume goes on", file=sys.stderr)
-        return ExitCode.INCOMPLETE
-    print(summary)
-    print(summary.run_dir)
-    return summary.exit_code
-
-
 if __name__ == "__main__":
+    from mlakit.sweep.__main__ import main
+
     sys.exit(main())

@@ -13,8 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import warnings
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,26 +21,16 @@ from pathlib import Path
 from mlakit import __version__
 from mlakit.datafiles import read_json
 from mlakit.errors import MisuseError, unknown
-from mlakit.records import (
-    ACCURACY_COLUMNS,
-    INTEGER_COLUMNS,
-    SCHEMA_VERSION,
-    TEXT_COLUMNS,
-    TIMING_COLUMNS,
-    Cell,
-    check_row,
-)
+from mlakit.records import SCHEMA_VERSION, Cell, check_row
+from mlakit.sweep.parquet import COLUMNS, migrate, read_file, replace_whole, schema, write_table
 
 PIN = "baseline.txt"
 """The file below a folder of runs that names the pinned one."""
 FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 """What can be measured of a cell, and the folder its parts go to."""
-_COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
-_VERSION_KEY = b"mlakit_schema_version"
 _RECORD = {"run_id": str, "status": str, "started_at": str} | dict.fromkeys(
     ("measure", "cells", "cell_ids"), list
 )
-_DIGEST_KEY = b"mlakit_crc32"
 
 
 def now() -> str:
@@ -51,57 +39,6 @@ def now() -> str:
 
 
 # ---- parts
-
-
-def _schema(kind: str):
-    import pyarrow as pa
-
-    def column_type(name: str):
-        if name in TEXT_COLUMNS:
-            return pa.string()
-        return pa.int64() if name in INTEGER_COLUMNS else pa.float64()
-
-    return pa.schema(
-        [(name, column_type(name)) for name in _COLUMNS[kind]],
-        metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
-    )
-
-
-def _replace(target: Path, write) -> None:
-    """Call ``write(temporary)`` and rename it to ``target``: there whole, or not there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_table(table, target: Path) -> None:
-    """``table`` as Parquet, there whole or not, with checksums of its pages and of itself."""
-    import pyarrow.parquet as pq
-
-    metadata = (table.schema.metadata or {}) | {_DIGEST_KEY: _digest(table)}
-    table = table.replace_schema_metadata(metadata)
-    options = {"compression": "zstd", "write_page_checksum": True}
-    _replace(target, lambda temporary: pq.write_table(table, temporary, **options))
-
-
-def _digest(table) -> bytes:
-    """Of names and values: Parquet's page checksums leave its footer, with the names, out."""
-    import pyarrow as pa
-
-    digest = 0
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-            data = column.to_numpy().tobytes()
-        else:
-            data = "\0".join(map(str, column.to_pylist())).encode()
-        digest = zlib.crc32(data, zlib.crc32(f"{name} {column.type}".encode(), digest))
-    return str(digest).encode()
 
 
 def part_path(run_dir: Path, kind: str, cell_id: str) -> Path:
@@ -124,11 +61,11 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
     """
     import pyarrow as pa
 
-    columns = _COLUMNS[kind]
+    columns = COLUMNS[kind]
     checked = [{c: r.get(c) for c in columns} for r in map(check_row, rows)]
     if not checked:
         raise ValueError(f"cell {cell_id} gave no rows")
-    table = pa.Table.from_pylist(checked, schema=_schema(kind))
+    table = pa.Table.from_pylist(checked, schema=schema(kind))
     if samples:
         flat = pa.table(
             {
@@ -140,61 +77,6 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
         )
         write_table(flat, Path(run_dir) / "samples" / f"{cell_id}.parquet")
     write_table(table, part_path(run_dir, kind, cell_id))
-
-
-def _migrate(table, kind: str, name: str):
-    """An older part in today's columns: a column it did not know is null, its others are kept."""
-    import pyarrow as pa
-
-    written = int((table.schema.metadata or {}).get(_VERSION_KEY, SCHEMA_VERSION))
-    if written > SCHEMA_VERSION:
-        raise MisuseError(
-            f"{name} has schema version {written}, this mlakit reads up to {SCHEMA_VERSION}: "
-            "update mlakit"
-        )
-    for column in _schema(kind):
-        if column.name not in table.column_names:
-            table = table.append_column(column, pa.nulls(table.num_rows, column.type))
-    extra = [c for c in table.column_names if c not in _COLUMNS[kind]]
-    return table.select([*_COLUMNS[kind], *extra]).replace_schema_metadata(None)
-
-
-def read_file(path: Path, damaged: list[str], keep: bool = False):
-    """The table at ``path``; None where the file is damaged, which is named and set aside.
-
-    ``keep``: a file that somebody named is never renamed; it is refused.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        # memory_map: pyarrow's own reader keeps a thread pool that a small part does not need
-        table = pq.read_table(
-            path, memory_map=True, use_threads=False, page_checksum_verification=True
-        )
-        metadata = table.schema.metadata or {}
-        int(metadata.get(_VERSION_KEY, 0))
-        if _DIGEST_KEY in metadata and metadata[_DIGEST_KEY] != _digest(table):
-            raise ValueError("its rows are not those that were written")
-        kept = {k: v for k, v in metadata.items() if k == _VERSION_KEY}
-        return table.replace_schema_metadata(kept)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        if getattr(error, "errno", None):
-            raise  # not opened at all: that says nothing of the file's bytes
-        if keep:
-            raise MisuseError(
-                f"{path} does not read as Parquet: name a run's folder or a recorded file"
-            ) from None
-        aside = path.with_name(path.name + ".damaged")
-        try:
-            path.rename(aside)
-            what = f"set aside as {aside.name}"
-        except OSError:
-            what = "left where it is (the folder is read-only)"
-        damaged.append(path.name)
-        first = " ".join(str(error).split())[:80]
-        warnings.warn(f"damaged part {path.name} ({first}): {what}", stacklevel=3)
-        return None
 
 
 def is_done(run_dir: Path, kind: str, cell_id: str) -> bool:
@@ -232,8 +114,8 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     for path in _part_files(Path(folder), kind):
         table = read_file(path, damaged, keep=Path(folder).is_file())
         if table is not None:
-            tables.append(_migrate(table, kind, path.name))
-    tables = tables or [_schema(kind).empty_table().replace_schema_metadata(None)]
+            tables.append(migrate(table, kind, path.name))
+    tables = tables or [schema(kind).empty_table().replace_schema_metadata(None)]
     merged = pa.concat_tables(tables, promote_options="default")
     frame = merged.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     frame.attrs["damaged"] = damaged
@@ -282,7 +164,7 @@ def export(
     order = ["arch", "q_lora_rank", "kv_lora_rank", "dtype", "m", "clock", "cache", "cell_id"]
     rows = rows.sort_values(order, kind="stable")
     file = Path(file)
-    write_table(pa.Table.from_pandas(rows, schema=_schema(kind), preserve_index=False), file)
+    write_table(pa.Table.from_pandas(rows, schema=schema(kind), preserve_index=False), file)
     if kind == "timing" and any((Path(run_dir) / "samples").glob("*.parquet")):
         flat = pa.Table.from_pandas(read_samples(run_dir), preserve_index=False)
         write_table(flat, file.with_name(f"{file.stem}-samples.parquet"))
@@ -314,7 +196,7 @@ class Run:
         """Change ``run.json``, all of it or nothing."""
         self.record.update(changes)
         text = json.dumps(self.record, indent=1)
-        _replace(self.path / "run.json", lambda t: t.write_text(text, encoding="utf-8"))
+        replace_whole(self.path / "run.json", lambda t: t.write_text(text, encoding="utf-8"))
 
     def close(self) -> None:
         """Let others in."""

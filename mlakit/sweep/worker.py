@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlakit.archs import devices, vendor_of
-from mlakit.errors import MisuseError
+from mlakit.errors import MisuseError, one_line
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult
 from mlakit.shapes import model
 from mlakit.sweep.store import is_done, now, write_part
@@ -44,17 +44,9 @@ LOCK_WAIT_S = 600.0
 
 _START_S = 120.0  # importing torch from a cold disk has taken over a minute
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 # ---- what both ends write
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def environment() -> dict:
@@ -145,43 +137,13 @@ def write_fault(
 
 def plain_reason(error: BaseException) -> str:
     """An exception in one line of at most 200 characters, without the folders of its paths."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/", "", lines[0] if lines else "")
-    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")
+    return re.sub(r"(?<![\w.])(?:/[^\s/:'\"]+)+/", "", one_line(error))
 
 
 # ---- the child
 
 
-def needed_bytes(cell: Cell) -> int:
-    """The least memory a cell takes on its device: input, both outputs, and one float32 copy.
-
-    A lower bound, for refusing what cannot fit; paths and cold buffers may take more.
-    """
-    element = _ELEMENT_BYTES[cell.dtype]
-    row = element * (cell.widths.row_stride + 2 * cell.widths.hidden) + 4 * cell.widths.row_stride
-    return cell.m * row
-
-
-def free_bytes(device: str) -> int | None:
-    """Bytes that a new tensor may take on ``cpu`` or ``cuda:N``; None where nothing says so."""
-    if device != "cpu":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
-    limits = [int(found.group(1)) * 1024] if found else []
-    top, used = (_read(f"/sys/fs/cgroup/memory.{n}").strip() for n in ("max", "current"))
-    if top.isdecimal() and used.isdecimal():
-        limits.append(int(top) - int(used))
-    return min(limits, default=None)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, however that dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -194,10 +156,6 @@ def _measure(request: dict, env: dict) -> dict:
     cell = Cell.from_json(request["cell"])
     run_dir, kind, device = Path(request["run_dir"]), request["kind"], request["device"]
     run = run_dir.resolve().name
-    need, free = needed_bytes(cell), free_bytes(device)
-    if free is not None and need > free:
-        reason = f"too large for {device}: needs {_gib(need)}, {_gib(free)} free"
-        return {"statuses": write_fault(run_dir, kind, cell, env, "skipped", reason, device)}
     module, _, name = request["function"].partition(":")
     begun = time.perf_counter()
     try:
@@ -237,7 +195,7 @@ def _sticky(device: str) -> bool:
 
 def main() -> None:
     """Serve requests from standard input until it ends."""
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     # libraries print to standard output; replies go where nothing else does
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -425,7 +383,11 @@ class WarmDevice:
 
 def _oom_kills() -> int:
     """How often the kernel's memory killer has struck in this process's control group."""
-    found = re.search(r"^oom_kill (\d+)", _read("/sys/fs/cgroup/memory.events"), re.MULTILINE)
+    try:
+        events = Path("/sys/fs/cgroup/memory.events").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
     return int(found.group(1)) if found else 0
 
 

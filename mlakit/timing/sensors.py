@@ -5,6 +5,7 @@ Everything here only reads: clocks and power limits are never changed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import cache
 from pathlib import Path
@@ -24,13 +25,17 @@ def cpuinfo() -> list[tuple[str, str]]:
 
 
 def free_host_bytes() -> int:
-    """Memory that the kernel says is available; as good as endless where it says nothing."""
-    try:
+    """Memory that the kernel and this control group still give; endless where neither says."""
+    limits = [1 << 62]
+    with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        lines = []
-    found = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
-    return found[0] if found else 1 << 62
+        limits += [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        top, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current")
+        )
+        limits.append(top - used)
+    return min(limits)
 
 
 @cache

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from mlakit.errors import ExitCode, MisuseError
-from mlakit.sweep import run as run_module
+from mlakit.sweep import __main__ as bare
 from mlakit.sweep import store, worker
 from mlakit.sweep.grid import expand
 from mlakit.sweep.run import SweepSummary, run_sweep
-from mlakit.sweep.worker import difference, needed_bytes, plain_reason
+from mlakit.sweep.worker import difference, plain_reason
 from mlakit.timing.guard import LockedError
 
 MEASURE = {"timing": "doubles:measure", "accuracy": "doubles:accuracy"}
@@ -39,7 +39,7 @@ def alive(pid: int) -> bool:
 
 def test_every_fault_is_a_row_and_the_sweep_goes_on(tmp_path, doubles_log):
     cells = cells_of(1, *FAULTS, 2)
-    cells += cells_of(64, archs=["gfx950"]) + cells_of(2**40)
+    cells += cells_of(64, archs=["gfx950"])
     seen = []
     summary = run_sweep(
         cells,
@@ -62,9 +62,6 @@ def test_every_fault_is_a_row_and_the_sweep_goes_on(tmp_path, doubles_log):
     }
     assert rows.loc[64, "status"] == "skipped"
     assert rows.loc[64, "reason"] == "gfx950 is not on this machine (here: cpu)"
-    assert rows.loc[2**40, "status"] == "skipped"
-    assert "needs" in rows.loc[2**40, "reason"]
-    assert "GiB free" in rows.loc[2**40, "reason"]
     assert rows.p50_us.notna().sum() == 4
     assert rows.loc[1001, "path_requested"] == "torch_native,cpu_fused"
     assert (rows.run_id == "run").all()
@@ -206,12 +203,12 @@ def test_no_run_folder_is_made_for_a_bad_request(tmp_path):
 
 
 def test_bare_command(tmp_path, doubles_log, capsys):
-    assert run_module.main(["--archs", "cpu", "--batches", "0", "--out", str(tmp_path)]) == 2
+    assert bare.main(["--archs", "cpu", "--batches", "0", "--out", str(tmp_path)]) == 2
     assert "whole number of rows" in capsys.readouterr().err
-    assert run_module.main(["--archs", "gfx950", "--batches", "1,2", "--out", str(tmp_path)]) == 7
+    assert bare.main(["--archs", "gfx950", "--batches", "1,2", "--out", str(tmp_path)]) == 7
     last = capsys.readouterr().out.splitlines()[-1]
     assert store.show_run(last)["status"] == "ok"
-    assert run_module.main(["--resume", last]) == 7
+    assert bare.main(["--resume", last]) == 7
 
 
 def test_a_bare_gpu_machine_needs_no_more_than_it_has(tmp_path, doubles_log):
@@ -266,9 +263,4 @@ def test_difference_names_what_differs():
 def test_reasons_keep_no_folders():
     error = OSError("cannot open '/home/me/x/y.so': see /usr/lib/z and a/b\nsecond line")
     assert plain_reason(error) == "OSError: cannot open 'y.so': see z and a/b"
-    assert plain_reason(ValueError()) == "ValueError"
-
-
-def test_needed_bytes_counts_input_outputs_and_the_float32_source():
-    (cell,) = cells_of(1000)
-    assert needed_bytes(cell) == 1000 * (2 * (2112 + 2 * 2048) + 4 * 2112)
+    assert plain_reason(ValueError()) == "ValueError: no message"
