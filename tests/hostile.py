@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[1]
-BARE = {"PATH": "/nonexistent", "MPLBACKEND": "module://nonsense"}
-"""No HOME, no DISPLAY, no USER, no programs; a matplotlib backend that is none."""
+BARE = {"PATH": "/nonexistent", "MPLBACKEND": "module://nonsense", "OMP_NUM_THREADS": "1"}
+"""No HOME, no DISPLAY, no USER, no programs; a matplotlib backend that is none; one thread, since
+others that wait for each other on a busy machine only burn its time."""
 
 
 @cache

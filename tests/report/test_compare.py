@@ -202,6 +202,6 @@ def recorded_experiment(file, cells, changed):
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda f: f.stem)
 def test_recorded_samples_resampled_give_no_false_verdict(file):
-    false, found, rows = recorded_experiment(file, 100, 30)
+    false, found, rows = recorded_experiment(file, 60, 20)
     assert false == 0
     assert found >= 0.99 * rows
