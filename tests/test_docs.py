@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"sweeps.md": "dask_jobqueue: a Slurm cluster", "engines.md": "transformers, an extra"}
+NOT_RUN = {"two-gpus.md": "dask_jobqueue: a Slurm cluster", "engines.md": "transformers, an extra"}
 """pages with a block that imports what may be absent; it is run where that is there"""
 
 
@@ -116,12 +118,18 @@ def test_every_quoted_error_is_one_of_ours():
         assert any(pattern.search(s) for s in strings), f"no longer said: {message}"
 
 
-def test_the_site_builds_offline_and_refers_to_nothing_outside(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    pages = sorted(set(tmp_path.glob("*.html")) - {tmp_path / "404.html"})
+    return folder
+
+
+def test_the_site_refers_to_nothing_outside(site):
+    pages = sorted(set(site.glob("*.html")) - {site / "404.html"})
     assert {p.stem for p in PAGES[1:]} <= {p.stem for p in pages}
     for page in pages:
         html = page.read_text()
@@ -131,5 +139,36 @@ def test_the_site_builds_offline_and_refers_to_nothing_outside(tmp_path):
         for link in re.findall(r"<a[^>]*\bhref=\"([^\"#]+)", html):
             if not re.match(r"[a-z]+:|//", link):
                 assert (page.parent / link).exists(), f"{page.name} points to {link}"
-    api = (tmp_path / "api.html").read_text()
+    api = (site / "api.html").read_text()
     assert "RMSNorm of q and of k by the path that" in api
+
+
+@pytest.mark.browser
+def test_the_site_is_clicked_through(site, tmp_path):
+    from devtools import browser
+
+    with browser(tmp_path / "profile") as page:
+        page.open((site / "index.html").as_uri())
+        entries = page.run(
+            "[...document.querySelectorAll('.wy-menu a')].map(a => a.getAttribute('href'))"
+            ".filter(h => !h.includes('#'))"
+        )
+        assert len(entries) >= 17
+        for entry in entries:
+            page.click(f".wy-menu a[href={entry!r}]")
+            there = (
+                f"location.pathname.endsWith({'/' + entry!r}) && document.readyState === 'complete'"
+                " && !!document.querySelector('[role=main]')"
+            )
+            for _ in range(300):
+                with contextlib.suppress(AssertionError):  # a page on its way out answers nothing
+                    if page.run(there):
+                        break
+                time.sleep(0.1)
+            assert page.run("document.querySelector('[role=main]').innerText.length > 300"), entry
+            outside = page.run(
+                "performance.getEntriesByType('resource').map(r => r.name)"
+                ".filter(n => !n.startsWith('file:') && !n.startsWith('data:'))"
+            )
+            assert outside == [], entry
+        assert page.errors == []

@@ -48,7 +48,7 @@ def test_environment_mirrors_the_extras():
     )
     assert found == wanted
     assert torch.startswith(">=")
-    assert pip == [{"pip": ["-e .[transformers,dev]"]}]
+    assert pip == [{"pip": ["-e .[transformers,dev,docs]"]}]
 
 
 def test_torch_has_no_build_and_triton_is_only_in_its_extra():
@@ -93,6 +93,55 @@ def test_triton_is_added_only_where_torch_brings_none(monkeypatch, torch, needs,
     assert versions.triton_requirement() == want
 
 
+def test_one_version_everywhere():
+    import mlakit
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"]), "semantic"
+    assert {mlakit.__version__, cited["version"], headings[0]} == {PROJECT["version"]}
+    assert cited["license"] == PROJECT["license"]
+
+
+def test_every_command_that_is_documented_is_a_target():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in ("README.md", "CONTRIBUTING.md", "docs/install.md"):
+        for target in re.findall(r"`?\bmake ([a-z-]+)`?", (ROOT / page).read_text()):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: make {target}"
+
+
+def test_hooks_run_what_is_installed_and_fetch_nothing():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [r["repo"] for r in hooks] == ["local"]
+    for hook in hooks[0]["hooks"]:
+        assert hook["language"] == "system"
+        tool = Path(hook["entry"].split()[0])
+        assert tool.parent == Path(".venv/bin")
+        assert (Path(sys.executable).parent / tool.name).exists(), tool
+
+
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch, capsys):
+    from mlakit.cli import base
+
+    assert versions.install_of("matplotlib") == "'mlakit[notebooks]'"
+    assert versions.install_of("liger_kernel") == "'mlakit[peers]'"
+    assert versions.install_of("nowhere") == "nowhere"
+
+    @base.app.command("draws")
+    def draws():
+        import matplotlib.pyplot  # noqa: F401
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["mlakit", "draws"])
+    with pytest.raises(SystemExit) as ended:
+        base.main()
+    base.app.registered_commands.pop()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "mlakit: matplotlib is not here: pip install 'mlakit[notebooks]'\n"
+    )
+
+
 def test_nobody_is_told_to_install_the_wrong_aiter():
     for path in TRACKED:
         # Tests name the wrong command in order to forbid it; nobody reads advice there.
@@ -109,6 +158,7 @@ def test_top_level_holds_what_the_design_lists():
         *("notebooks", "mlakit", "data", "tests", "docs", "environment.yml", "pyproject.toml"),
         *("Makefile", "README.md", "LICENSE", ".ci", ".gitignore", "constraints.txt"),
         *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", ".pre-commit-config.yaml"),
+        "mkdocs.yml",
     }
     assert top <= allowed, f"litter: {sorted(top - allowed)}"
 
