@@ -90,7 +90,7 @@ def heuristic(
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
         return Config(64, 64, q_warps, k_warps, max(q_warps, k_warps))
     if not batch_invariant and arch == "sm_90" and 1024 < m <= 2048 and q_warps > 1:
-        # Half as many warps a row: 5.92 us against 6.00 at M = 2048, 1536 + 512. At every other
+        # Half as many warps a row: 5.88 us against 6.01 at M = 2048, 1536 + 512. At every other
         # M measured the other trees gain under 1 %.
         q_warps //= 2
     # Small programs are bound by the rate at which a card starts them, about 1.5 a ns: kv alone
