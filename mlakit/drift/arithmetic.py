@@ -198,7 +198,11 @@ def _mean_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
 
 
 def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
-    """Two float32 elements: both squares rounded, or one kept whole by an fma."""
+    """Two float32 elements: both squares rounded, one kept whole by an fma, or Welford's sums.
+
+    torch's CUDA norm, where it does not vectorise, has no sum of squares: it takes Welford's
+    variance and adds the mean's square.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = 1 + torch.rand(1, 2, generator=generator)
     whole = x.double().square()[0]
@@ -210,9 +214,14 @@ def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
 
     plain = total(fa + fb)
     eps = -(plain - 8 * 2.0**-23)
+    half = (x[0, 1] - x[0, 0]) * 0.5
+    mean, variance = x[0, 0] + half, half * half
+    squared = float((variance.double() + mean.double().square()).float())
     return (
         x,
         {
+            "Welford's variance + mean * mean": float(variance + mean * mean) + eps,
+            "fma(mean, mean, Welford's variance)": squared + eps,
             "not contracted": plain + eps,
             "contracted": total(fa + b) + eps,
             "contracted, other way round": total(a + fb) + eps,

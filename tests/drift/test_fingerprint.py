@@ -117,6 +117,22 @@ def test_contraction_is_seen_where_it_can_be():
     assert "sum in float32: contracted" in found
 
 
+def test_welfords_variance_is_told_from_a_sum_of_squares():
+    def norm(x, weight, eps):
+        """As torch's CUDA kernel where it does not vectorise: moments merged element by element."""
+        x32 = x.float()
+        mean, spread = x32[:, :1], torch.zeros_like(x32[:, :1])
+        for seen, column in enumerate(x32[:, 1:].split(1, -1), 1):
+            delta = column - mean
+            mean = mean + delta / (seen + 1)
+            spread = spread + delta * delta * (seen / (seen + 1))
+        square = spread / x.shape[-1] + mean * mean
+        return (x32 * torch.rsqrt(square + eps) * weight.float()).to(x.dtype)
+
+    found = fingerprint(norm).details["contraction"]
+    assert "sum in float32: Welford's variance + mean * mean" in found
+
+
 def test_squares_of_16_bit_floats_are_exact_in_float32():
     assert squares_are_exact("bf16")
     assert squares_are_exact("fp16")
