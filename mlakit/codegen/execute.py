@@ -388,15 +388,6 @@ class _Machine:
         w = found[0]
         row = self.lds.data[trace_wave[0] * self.lds.pitch :][: self.lds.size]
         moved = {k: n - before[k] for k, n in self.memory.traffic.items() if n != before[k]}
-        trace(
-            Step(
-                self.program.instructions.index(i),
-                i.text,
-                i.source,
-                waves.v[:, w].copy(),
-                waves.s[:, w].copy(),
-                waves.exec[w].copy(),
-                row.copy(),
-                moved,
-            )
-        )
+        at = self.program.instructions.index(i)
+        state = waves.v[:, w].copy(), waves.s[:, w].copy(), waves.exec[w].copy(), row.copy()
+        trace(Step(at, i.text, i.source, *state, moved))

@@ -18,7 +18,6 @@ from mlakit.dispatch import probe, switches
 from mlakit.errors import one_line
 from mlakit.paths import aiter_api
 
-STATES = ("ok", "note", "missing", "error")
 NOTEBOOK_EXTRAS = ("notebooks",)
 _IMPORT_LIMIT_S = 120
 

@@ -64,23 +64,6 @@ def to_code_of_largest(to: MiniFloat) -> int:
     return ((field - 1) << to.mantissa) + units
 
 
-def from_minifloat(code: np.ndarray, of: MiniFloat) -> np.ndarray:
-    """float32 values of codes (any unsigned integer dtype)."""
-    code = np.asarray(code, U32) & U32((1 << of.bits) - 1)
-    low = code & U32((1 << (of.bits - 1)) - 1)
-    field = (low >> U32(of.mantissa)).astype(np.int32)
-    units = (low & U32((1 << of.mantissa) - 1)).astype(F64)
-    units = np.where(field > 0, units + (1 << of.mantissa), units)
-    value = np.ldexp(units, np.maximum(field, 1) - of.bias - of.mantissa)
-    value = np.where(code >> U32(of.bits - 1) > 0, -value, value)
-    if of.inf is not None:
-        value = np.where(low == of.inf, np.copysign(np.inf, value), value)
-        value = np.where(low > of.inf, np.nan, value)
-    elif of.nan is not None:
-        value = np.where((code if of.nan == 0x80 else low) == of.nan, np.nan, value)
-    return value.astype(F32)
-
-
 def to_bf16(x: np.ndarray) -> np.ndarray:
     """bf16 bits (uint32) of float32, to nearest even; a NaN is made quiet."""
     bits = np.ascontiguousarray(x, F32).view(U32)
