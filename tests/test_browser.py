@@ -52,7 +52,7 @@ def test_the_index_says_first_what_matters(report):
         "Fastest on cpu (measured on",
         "of elements correctly rounded",
         "What changed since the baseline",
-        "Nothing is compared: no runs in",
+        "Nothing is compared: this is the first run here",
         "What could not be judged, and why",
         "<h2>Pages</h2>",
     )]  # fmt: skip
@@ -69,7 +69,7 @@ def test_report_folder_says_the_same_to_machines(report):
     rows = read_rows(report / f"{report.name}-timing")
     assert set(rows["arch"]) == {"cpu"}
     assert rows.loc[rows["status"] == "ok", "p50_us"].gt(0).all()
-    assert summary["changed"][0].startswith("Nothing is compared: no runs in")
+    assert summary["changed"][0].startswith("Nothing is compared: this is the first run here")
     assert {r["path"] for r in summary["unjudged"]} & {"aiter_fused", "triton_fused"}
     text = "".join(p.read_text() for p in report.glob("*.*"))
     assert str(report) not in text

@@ -253,7 +253,7 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     if rows.empty:
         reasons = sorted(set(not_run(frame)["reason"])) or ["nothing was asked for"]
         return [f"No drift is stated for {arch}: {reasons[0]}."]
-    sentences = []
+    found: dict[str, list[str]] = {}
     finite = rows[rows["input_family"] != "nonfinite"]
     for (path, evidence), part in finite.groupby(["path_ran", "evidence"], sort=False):
         enough = part[part["elements"] >= BIAS_ELEMENTS]
@@ -262,7 +262,7 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
             & (enough["signed_bias"].abs() > 3 * enough["bias_se"])
         ]
         text = (
-            f"{path} ({evidence}): {part['share_correct'].min() * 100:.2f} % of elements correctly "
+            f"({evidence}): {part['share_correct'].min() * 100:.2f} % of elements correctly "
             f"rounded in the worst case, at most {int(part['max_ulp'].max())} ulp"
         )
         if len(biased):
@@ -272,8 +272,8 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
             text += ", no one-sided bias"
         else:
             text += ", too few elements to judge a bias"
-        sentences.append(text + ".")
-    return sentences
+        found.setdefault(text, []).append(path)
+    return [f"{', '.join(paths)} {text}." for text, paths in found.items()]
 
 
 def speed_table(frame: pd.DataFrame) -> list[dict]:

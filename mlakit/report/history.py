@@ -132,6 +132,8 @@ def since(folder: Path, baseline: str = "") -> Since:
     root, rows_in = folder.parent, folder / f"{folder.name}-timing"
     try:
         runs = [e for e in entries(root) if e.name != folder.name]
+        if not runs and not baseline:
+            raise MisuseError("this is the first run here")
         base, pinned = _baseline(root, runs, baseline)
         found = compare(base.rows_in, rows_in)
     except (MisuseError, FileNotFoundError) as error:

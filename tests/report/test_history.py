@@ -102,7 +102,7 @@ def test_a_pin_is_obeyed_and_kept(tmp_path):
 def test_what_changed_since_a_pinned_baseline_can_be_a_regression(tmp_path):
     record(tmp_path, "first", 1, seed=1)
     alone = history.since(tmp_path / "first")
-    assert alone.sentences[0].startswith("Nothing is compared: no runs in")
+    assert alone.sentences[0].startswith("Nothing is compared: this is the first run here")
     assert "mlakit history" in alone.sentences[1]
     record(tmp_path, "slow", 2, seed=2, slow=(8, 64))
     slow = tmp_path / "slow"

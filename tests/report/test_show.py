@@ -67,6 +67,16 @@ def test_an_absent_arch_gets_a_reason_instead_of_a_number():
     ]
 
 
+def test_paths_that_drift_alike_share_a_sentence():
+    base = {"input_family": "normal", "evidence": "measured", "signed_bias": 0.0, "bias_se": 1e-6}
+    base |= {"elements": 200_000, "max_ulp": 1}
+    shares = {"a": 1.0, "b": 0.5, "c": 1.0}
+    rows = pd.DataFrame([base | {"path_ran": p, "share_correct": s} for p, s in shares.items()])
+    said = chapters.drift_verdict(rows, "cpu")
+    assert [s.split(" (measured)")[0] for s in said] == ["a, c", "b"]
+    assert "50.00 %" in said[1]
+
+
 def test_published_figures_match_the_arch_whole():
     assert chapters.published("gfx950")["source_url"].str.startswith("http").all()
     assert len(chapters.published("gfx950"))
