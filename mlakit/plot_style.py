@@ -77,6 +77,7 @@ def path_style(name: str) -> dict:
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold a figure."""
     return frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
 
 
@@ -105,6 +106,7 @@ def ticks(axes, labels: list, side: str = "y") -> None:
 
 
 def legend(axes, beside: bool = True, **what) -> None:
+    """The legend, beside the axes or in them; an empty figure says that it is empty."""
     if not what and not axes.get_legend_handles_labels()[0]:
         axes.text(0.5, 0.5, "no figures to show", transform=axes.transAxes, ha="center")
         return
@@ -137,6 +139,7 @@ def squares(axes, columns: list, rows: list) -> None:
 
 
 def square(axes, x: int, y: int, tint, text: str, size: float, up: float = 0.0) -> None:
+    """One tinted square of a grid with its text."""
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=tint))

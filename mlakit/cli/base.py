@@ -76,6 +76,7 @@ def main() -> None:
 
 
 def complain(text: str, code: int = ExitCode.MISUSE) -> int:
+    """``text`` as one line on standard error; returns ``code``."""
     print("mlakit:", *text.splitlines(), file=sys.stderr)
     return code
 
@@ -86,6 +87,7 @@ def split(values: list[str] | None) -> list[str]:
 
 
 def whole(values: list[str]) -> list[int]:
+    """Numbers of rows from their spellings."""
     from mlakit.sweep.grid import whole
 
     return [whole(v) for v in values]

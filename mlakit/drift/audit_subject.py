@@ -138,10 +138,12 @@ def same(a: tuple, b: tuple) -> bool:
 
 
 def bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are the same bits, NaN included."""
     kind = torch.int32 if x.element_size() == 4 else torch.int16
     return x.shape == y.shape and torch.equal(x.contiguous().view(kind), y.contiguous().view(kind))
 
 
 def require(condition: bool, detail: str, given: Inputs) -> None:
+    """Fail the case with ``detail`` and its input unless ``condition`` holds."""
     if not condition:
         raise Failed(detail, describe(given))

@@ -22,7 +22,8 @@ MIN_ROUNDS, MAX_ROUNDS = 30, 3000
 class Lane(Protocol):
     """Anything with a ``take`` that returns one sample in microseconds."""
 
-    def take(self) -> float: ...
+    def take(self) -> float:
+        """One sample, in microseconds."""
 
 
 @dataclass
