@@ -278,7 +278,7 @@ def known_error(arch: str, path: str) -> tuple[float | None, float | None, str]:
 def error_lines(arch: str) -> list[dict]:
     """The known errors of one arch as rows: device, path, median_pct, p90_pct, scored_on."""
     found: dict[tuple, dict] = {}
-    for line in [*_of(arch, "seen"), *_of(arch, "error"), *_of(arch, "unseen")]:
+    for line in [x for what in ("blind", "seen", "error", "unseen") for x in _of(arch, what)]:
         row = found.setdefault((line["path"], line["source"]), {})
         row |= {"device": line["device"], "path": line["path"], "scored_on": line["source"]}
         row[line["name"]] = float(line["value"])

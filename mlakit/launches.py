@@ -170,14 +170,13 @@ def _liger(s: _Step) -> Launch:
 
 def _inductor(s: _Step) -> Launch:
     """``triton_heuristics``, compiled at few rows: up to 1024 lanes a row stays in registers,
-    above it walks twice in blocks of 2048, two rows a program where one block holds a row."""
+    above it is walked twice, a block holding a whole row (``add_persistent_rblock``), or two."""
     lanes = _power_of_two(s.width)
     if lanes <= 1024:
         warps = max(2, min(8, lanes // 128))
         return Launch("row", s.m, 32 * warps, s.n, s.bytes, meets=1)
     rows = min(2, s.m) if lanes == 2048 else 1
-    turns = -(-s.width // 2048)
-    return Launch("loop", s.m / rows, 512, s.n, s.bytes, reads=turns, rereads=turns, meets=1)
+    return Launch("loop", s.m / rows, 512, s.n, s.bytes, rereads=1, meets=1)
 
 
 def _quack(s: _Step) -> Launch:

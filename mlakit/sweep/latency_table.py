@@ -11,8 +11,6 @@ from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.sweep import published
 from mlakit.sweep.calibrate import (
-    PRIOR_WEIGHTS,
-    chosen_weight,
     fit,
     held_out,
     known,
@@ -20,6 +18,7 @@ from mlakit.sweep.calibrate import (
     score,
     units_of,
     usable,
+    with_error,
 )
 
 
@@ -40,7 +39,8 @@ def lines(arch: str, device: str, what: str, source: str, values: Mapping, path:
 
 
 def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
-    wide = frame[["q_lora_rank", "kv_lora_rank"]].max(axis=1)
+    wide = pd.concat([frame["q_lora_rank"], frame["kv_lora_rank"]])
+    wide = wide[wide > 0]
     found = {"m_from": frame["m"].min(), "m_to": frame["m"].max()}
     found |= {"width_from": wide.min(), "width_to": wide.max()}
     return {"units": units} | {name: int(value) for name, value in found.items()}
@@ -56,36 +56,70 @@ def error_lines(scores: pd.DataFrame, arch: str, device: str, what: str, source:
     ]
 
 
-def lines_of(
-    frame: pd.DataFrame, source: str, weight: float | None = None, judge: pd.DataFrame | None = None
-) -> list[dict]:
+def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
     """Lines of ``data/latency.csv`` for one device's rows: parameters, range, errors.
 
     A path's own ``error`` is on width pairs that the fit never saw; that of ``all`` is for a path
-    never timed: neither the pair nor the path was in the fit. Both are on ``judge`` where rows
-    of further pairs were kept from every fit, else by cross-validation, whose figures stand as
-    ``seen`` (pair unseen) and ``unseen`` (pair and path unseen) in any case. ``weight``: as for
-    ``held_out``.
+    never timed: neither the pair nor the path was in the fit. ``seen`` (all paths together, pair
+    unseen) and ``unseen`` (each path, pair and path unseen) complete the picture for a reader.
 
     Raises:
         MisuseError: no usable rows, several devices, or one width pair only.
     """
     frame = usable(frame)
-    arch = archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
-    units = units_of(frame)
-    device = "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
-    p = fit(frame, units, weight=weight or chosen_weight(frame, units))
-    found = lines(arch, device, "parameter", source, p | ranges(frame, units))
-    for paths_too, what in ((False, "seen"), (True, "unseen")):
-        unseen = "width pair and path unseen" if paths_too else "width pair unseen"
-        own = score(held_out(frame, paths_too=paths_too, weight=weight))
-        words = f"cross-validation, {own['cells'].iloc[0]} cells, {unseen}; {source}"
-        found += error_lines(own, arch, device, what, words)
-        if judge is not None:
-            own = score(held_out(frame, paths_too=paths_too, weight=weight, on=judge))
-            words = f"{own['cells'].iloc[0]} cells of pairs kept from every fit, {unseen}; {source}"
-        own = own[(own["path_ran"] == "all") == paths_too]
-        found += error_lines(own, arch, device, "error", words)
+    arch, device, units = _named(frame), _device(frame), units_of(frame)
+    pairs, strict = (score(held_out(frame, paths_too=too)) for too in (False, True))
+    pair, both = (
+        f"cross-validation, {own['cells'].iloc[0]} cells, {what}; {source}"
+        for own, what in ((pairs, PAIR_UNSEEN), (strict, BOTH_UNSEEN))
+    )
+    return [
+        *lines(arch, device, "parameter", source, fit(frame, units) | ranges(frame, units)),
+        *error_lines(strict[:1], arch, device, "error", both),
+        *error_lines(pairs[1:], arch, device, "error", pair),
+        *error_lines(pairs[:1], arch, device, "seen", pair),
+        *error_lines(strict[1:], arch, device, "unseen", both),
+    ]
+
+
+PAIR_UNSEEN, BOTH_UNSEEN = "width pair unseen", "width pair and path unseen"
+
+
+def _named(frame: pd.DataFrame) -> str:
+    return archs.base_name(frame["arch"].iloc[0]) if len(frame) else "cpu"
+
+
+def _device(frame: pd.DataFrame) -> str:
+    arch = _named(frame)
+    return "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
+
+
+def blind(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """Cells predicted before they were recorded, with ``error_pct``; None where there are none.
+
+    By a fit that had seen their paths at other width pairs, and by one that had not. ``folder``
+    holds ``*blind-predictions.csv``, committed first, and ``*latency-blind.parquet``.
+    """
+    from mlakit.sweep.store import read_rows
+
+    files = sorted(folder.glob("*blind-predictions.csv")), sorted(folder.glob("*blind.parquet"))
+    if not all(files):
+        return None
+    said = pd.read_csv(files[0][-1]).rename(columns={"path": "path_ran"})
+    rows = usable(read_rows(files[1][-1])).merge(
+        said, on=["path_ran", "q_lora_rank", "kv_lora_rank", "m", "dtype"]
+    )
+    seen, unseen = rows["modelled_us"], rows["path_unseen_us"]
+    return with_error(rows, seen), with_error(rows, unseen)
+
+
+def blind_lines(name: str) -> list[dict]:
+    """``blind`` as lines of the table, for a folder of ``data/recorded``."""
+    folder = data_dir() / "recorded" / name / "heldout"
+    found = []
+    for cells, what in zip(blind(folder) or (), (PAIR_UNSEEN, BOTH_UNSEEN), strict=False):
+        words = f"blind: {len(cells)} cells predicted before they were recorded, {what}; {name}"
+        found += error_lines(score(cells), _named(cells), _device(cells), "blind", words)
     return found
 
 
@@ -98,7 +132,7 @@ def published_lines(share_of_peak: float) -> list[dict]:
     cells = published.published_cells()
     own = cells[(cells["device"] == "MI350") & (cells["op"] == published.FITTED_OP)]
     card, units = published.card("MI350"), published.units("MI350")
-    p = fit(own, units, published.NO_MEMORY, PRIOR_WEIGHTS[0])
+    p = fit(own, units, published.NO_MEMORY, published.WEIGHT)
     p["gbps"] = share_of_peak * known(card.hbm_gbps, f"bandwidth of {card.product}")
     source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
     found = lines(card.name, card.product, "parameter", source, p | ranges(own, units))
@@ -137,14 +171,6 @@ def recorded_frames() -> dict[str, pd.DataFrame]:
     return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
 
 
-def kept_from_fits(name: str) -> pd.DataFrame | None:
-    """Rows under ``data/recorded/<name>/heldout`` that judge the latency model; None: none."""
-    from mlakit.sweep.store import read_rows
-
-    files = sorted((data_dir() / "recorded" / name / "heldout").glob("*latency-blind.parquet"))
-    return read_rows(files[-1]) if files else None
-
-
 def main() -> None:
     """Make ``data/latency.csv`` anew from ``data/recorded`` and ``data/published.csv``.
 
@@ -159,7 +185,7 @@ def main() -> None:
     found = [
         x
         for name, rows in best.values()
-        for x in lines_of(rows, f"data/recorded/{name}", judge=kept_from_fits(name))
+        for x in [*lines_of(rows, f"data/recorded/{name}"), *blind_lines(name)]
     ]
     reached = {x["device"]: float(x["value"]) for x in found if x["name"] == "gbps"}
     peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
