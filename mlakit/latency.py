@@ -14,7 +14,6 @@ and says so. Evidence is ``modelled``.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
@@ -25,7 +24,7 @@ import pandas as pd
 
 from mlakit import archs, launches
 from mlakit.archs import Arch
-from mlakit.datafiles import data_dir
+from mlakit.datafiles import data_dir, read_table
 from mlakit.errors import MisuseError
 from mlakit.launches import KINDS, ONE_LAUNCH, ROW_PAIRS, Launch
 from mlakit.shapes import Widths
@@ -161,8 +160,12 @@ class Card:
 
 @cache
 def _lines() -> tuple[dict, ...]:
-    with open(data_dir() / "latency.csv", newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
+    return read_table(data_dir() / "latency.csv", _line)
+
+
+def _line(row: dict) -> dict:
+    float(row["value"])  # a damaged line is told by its number here, not where it is used
+    return {c: row[c] for c in "arch device what path name value unit source".split()}
 
 
 def _of(arch: str, what: str) -> list[dict]:

@@ -21,7 +21,7 @@ from mlakit.report import build, runbook
 from mlakit.rounding import oracle, round_to
 from mlakit.shapes import Widths
 from mlakit.sweep import grid, store
-from mlakit.timing import buffers, guard, measure
+from mlakit.timing import buffers, entry, guard, measure
 
 ROOT = Path(__file__).parents[1]
 TABLE = (ROOT / "docs" / "field-cases.md").read_text(encoding="utf-8")
@@ -317,7 +317,16 @@ def test_an_overlap_is_told_from_neighbouring_columns():
         checks.refuse_overlap({"a": big[:, :8], "b": big[:, 7:11]}, *made.args[:2], *made.args[3:5])
 
 
-# ---- F30: two clocks
+# ---- F30: two clocks, and figures that are mostly launch
+
+
+def test_a_figure_that_its_launches_take_most_of_is_launch_bound():
+    floor_us, samples = 2.0, torch.full((40,), 5.0).numpy()
+    for launches, on_gpu, flagged in ((1, True, False), (2, True, True), (2, False, False)):
+        path = replace(registry.get("torch_native"), launches=launches)
+        found = entry.Entry("x", path)
+        found.flag(samples, floor_us, on_gpu=on_gpu)
+        assert ("launch-bound" in found.flags) == flagged
 
 
 def test_runs_of_another_clock_are_never_compared(tmp_path):
