@@ -81,17 +81,21 @@ def dpp(waves: Waves, bits: np.ndarray, mods: dict[str, str]) -> tuple[np.ndarra
     return moved, write & valid
 
 
+def _sdwa_field(select: str) -> tuple[int, int]:
+    """(size, shift) in bits of ``BYTE_n`` or ``WORD_n``."""
+    part, number = select.split("_")
+    size = 8 if part == "BYTE" else 16
+    return size, size * int(number)
+
+
 def sdwa_select(bits: np.ndarray, select: str, signed: bool = False) -> np.ndarray:
     """One SDWA source: a byte or word of it, zero- or sign-extended."""
     if select == "DWORD":
         return bits
-    part, number = select.split("_")
-    size = 8 if part == "BYTE" else 16
-    field = (bits >> U32(size * int(number))) & U32((1 << size) - 1)
-    if signed:
-        sign = U32(1 << (size - 1))
-        field = (field ^ sign) - sign
-    return field
+    size, shift = _sdwa_field(select)
+    field = (bits >> U32(shift)) & U32((1 << size) - 1)
+    sign = U32(1 << (size - 1)) if signed else U32(0)
+    return (field ^ sign) - sign
 
 
 def sdwa_place(old: np.ndarray, bits: np.ndarray, mods: dict[str, str]) -> np.ndarray:
@@ -99,17 +103,16 @@ def sdwa_place(old: np.ndarray, bits: np.ndarray, mods: dict[str, str]) -> np.nd
     select = mods.get("dst_sel", "DWORD")
     if select == "DWORD":
         return bits
-    part, number = select.split("_")
-    size = 8 if part == "BYTE" else 16
-    shift = size * int(number)
-    field = (bits & U32((1 << size) - 1)) << U32(shift)
+    size, shift = _sdwa_field(select)
+    mask = (1 << size) - 1
     unused = mods.get("dst_unused", "UNUSED_PAD")
-    if unused == "UNUSED_PRESERVE":
-        return (old & U32(~(((1 << size) - 1) << shift) & 0xFFFFFFFF)) | field
     if unused == "UNUSED_SEXT":
-        field = (bits << U32(32 - size)).view(np.int32) >> (32 - size)
-        return (field.view(U32) << U32(shift)).astype(U32)
-    return field
+        return (
+            sdwa_select(bits, f"{'BYTE' if size == 8 else 'WORD'}_0", True) << U32(shift)
+        ).astype(U32)
+    field = (bits & U32(mask)) << U32(shift)
+    kept = old & U32(~(mask << shift) & 0xFFFFFFFF) if unused == "UNUSED_PRESERVE" else U32(0)
+    return kept | field
 
 
 def readfirstlane(waves: Waves, i: Instruction) -> None:

@@ -17,20 +17,10 @@ from mlakit.codegen.isa.state import Waves
 from mlakit.codegen.isa.vector import source
 
 U16, U32, F16, F32 = np.uint16, np.uint32, np.float16, np.float32
-_BINARY = {
-    "add": np.add,
-    "mul": np.multiply,
-    "max": maximum,
-    "min": minimum,
-    "sub": np.subtract,
-    "maximum": lambda a, b: np.where(np.isnan(a) | np.isnan(b), a + b, maximum(a, b)),
-    "minimum": lambda a, b: np.where(np.isnan(a) | np.isnan(b), a + b, minimum(a, b)),
-}
-_SHIFTS = {
-    "lshlrev": lambda n, x: x << (n & n.dtype.type(15)),
-    "lshrrev": lambda n, x: x >> (n & n.dtype.type(15)),
-    "ashrrev": lambda n, x: x >> (n & n.dtype.type(15)),
-}
+_NAN_WINS = {"maximum": maximum, "minimum": minimum}
+_SHIFTS = {"lshlrev": np.left_shift, "lshrrev": np.right_shift, "ashrrev": np.right_shift}
+_INTEGERS = {"add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}
+_FLOATS = {"add": np.add, "mul": np.multiply, "max": maximum, "min": minimum}
 
 
 def _part(waves: Waves, o: Operand, wide: bool, high: int) -> np.ndarray:
@@ -81,16 +71,16 @@ def _narrow(bits: np.ndarray, kind: str) -> np.ndarray:
 def _packed_result(operation: str, kind: str, args: list[np.ndarray], i: Instruction):
     if operation == "fma":
         result = numbers.fma(*args, F16 if kind == "f16" else F32)
-    elif operation == "mad":
-        result = args[0] * args[1] + args[2]
+    elif operation in ("mad", "mul_lo"):
+        result = args[0] * args[1] + (args[2] if operation == "mad" else args[0].dtype.type(0))
     elif operation in _SHIFTS:
-        result = _SHIFTS[operation](*args)
-    elif operation == "mul_lo":
-        result = args[0] * args[1]
-    elif kind[0] in "ui" and operation in ("max", "min"):
-        result = getattr(np, operation + "imum")(*args)
+        count, value = args
+        result = _SHIFTS[operation](value, count & count.dtype.type(15))
+    elif operation in _NAN_WINS:
+        a, b = args
+        result = np.where(np.isnan(a) | np.isnan(b), a + b, _NAN_WINS[operation](a, b))
     else:
-        result = _BINARY[operation](*args)
+        result = (_INTEGERS if kind[0] in "ui" else _FLOATS)[operation](*args)
     if "clamp" in i.mods:
         raise EmulationError(f"clamp on packed operations is not emulated: {i.text}")
     return numbers.to_bf16(result).astype(U16) if kind == "bf16" else result
