@@ -129,7 +129,12 @@ def test_a_run_s_error_parameters_and_names_are_escaped_in_its_page(tmp_path, st
     error = nbformat.v4.new_output("error", ename=EVIL, evalue=EVIL, traceback=[EVIL])
     stream = nbformat.v4.new_output("stream", text=EVIL)
     plain = nbformat.v4.new_output("execute_result", data={"text/plain": EVIL})
-    cell = nbformat.v4.new_code_cell(f"x = {EVIL!r}", outputs=[stream, plain, error])
+    figure = nbformat.v4.new_output(
+        "display_data",
+        data={"image/png": "iVBORw0KGgo=", "text/plain": EVIL},
+        metadata={"image/png": {"alt": EVIL}},
+    )
+    cell = nbformat.v4.new_code_cell(f"x = {EVIL!r}", outputs=[stream, plain, figure, error])
     nb.cells = [cell]
     file = tmp_path / "n.ipynb"
     nbformat.write(nb, file)

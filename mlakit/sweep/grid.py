@@ -58,7 +58,7 @@ def whole(value: object) -> int:
     """
     text = str(value).strip()
     if isinstance(value, bool | float) or not text.isdecimal() or not 1 <= int(text) <= MAX_ROWS:
-        raise MisuseError(f"batch is {value!r}: give a whole number of rows, 1 or more")
+        raise MisuseError(f"batch is {value!r}: give a whole number of rows, 1 or more (to 2**40)")
     return int(text)
 
 
