@@ -12,13 +12,13 @@ Each view's error has two parts: a block bootstrap of the samples, whose blocks 
 run let drift inside it count; and the spread between runs, the largest of 0.5 %, of 0.6 times the
 spread within the runs (what varies within a run varies between runs), and of the spread of all
 changes in this comparison, read off their tightest 40 % so that a change in half of the rows does
-not widen it. So a noisy machine answers ``uncertain``, never wrongly. The
-view with the smaller error gives the estimate. Faster or slower needs all of these: the p-value,
+not widen it. So a noisy machine answers ``uncertain``. The view with the smaller error gives the
+estimate. Faster or slower needs all of these: the p-value,
 Holm-corrected over all rows, under 0.05; the estimate at least the smallest effect of interest;
 the other view, and the plain medians (a copy that itself got faster must accuse nobody), at least
-half of it in the same direction.
-``same`` needs both 95 % intervals inside the smallest effect. The rest is ``uncertain``. Holm, not
-Benjamini-Hochberg: this is a gate, and one false alarm in thousands of cells is too many.
+half of it in the same direction. ``same`` needs both 95 % intervals inside the smallest effect.
+The rest is ``uncertain``, and so is a row whose flags say that others used what was timed. Holm,
+not Benjamini-Hochberg: this is a gate, and one false alarm in thousands of cells is too many.
 """
 
 from __future__ import annotations
@@ -253,9 +253,19 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
         elif _fell_back(row.path_ran, other.path_ran):
             result.missing.append(f"{name}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
-            found.append((cell, row.cell_id, *pair))
+            found.append((cell, row.cell_id, *pair, _doubt(pair, row, other)))
     result.shift, result.changes = _verdicts(found, smallest)
     return result
+
+
+def _doubt(pair: list, *rows) -> str:
+    """Why the samples bear no verdict, empty where they do: too few, or others were at work."""
+    if min(len(us) for us, _ in pair) < MIN_SAMPLES:
+        return f" (under {MIN_SAMPLES} samples)"
+    flags = " ".join(str(row["flags"]) for row in rows)
+    host_timed = rows[0].name[KEY.index("clock")] in ("cpu", "eager")
+    busy = "foreign-process" in flags or (host_timed and "busy-host" in flags)
+    return " (the machine was busy)" if busy else ""
 
 
 def _fell_back(a: object, b: object) -> bool:
@@ -285,9 +295,9 @@ def _samples(source: Source, row) -> tuple[np.ndarray, np.ndarray | None] | None
 def _verdicts(found: list[tuple], smallest: float) -> tuple[float, list[Change]]:
     if not found:
         return 0.0, []
-    plain = np.array([_change(a[0], b[0]) for _, _, a, b in found])
+    plain = np.array([_change(a[0], b[0]) for _, _, a, b, _ in found])
     copies, relative = {}, np.full_like(plain, np.nan)
-    for i, (_, cell_id, (a_us, a_copy), (b_us, b_copy)) in enumerate(found):
+    for i, (_, cell_id, (a_us, a_copy), (b_us, b_copy), _) in enumerate(found):
         if a_copy is not None and b_copy is not None:
             copies[cell_id] = float(np.log(np.median(b_copy) / np.median(a_copy)))
             relative[i] = _change(a_us / a_copy, b_us / b_copy)
@@ -299,8 +309,7 @@ def _verdicts(found: list[tuple], smallest: float) -> tuple[float, list[Change]]
     main, other = np.where(by_copy, (copy, session), (session, copy))
     p_holm = stats.holm(2 * norm.sf(np.abs(main[0]) / main[1]))
     changes = []
-    for i, (cell, _, (a_us, _), (b_us, _)) in enumerate(found):
-        few = min(len(a_us), len(b_us)) < MIN_SAMPLES
+    for i, (cell, _, (a_us, _), (b_us, _), doubt) in enumerate(found):
         verdict = _verdict(main[:, i], other[:, i], plain[i, 0], p_holm[i], smallest)
         lo, ratio, hi = np.exp(main[0, i] + np.array([-Z95, 0, Z95]) * main[1, i])
         changes.append(
@@ -314,8 +323,8 @@ def _verdicts(found: list[tuple], smallest: float) -> tuple[float, list[Change]]
                 hi=float(hi),
                 view="copy" if by_copy[i] else "session",
                 p_holm=float(p_holm[i]),
-                verdict="uncertain" if few else verdict,
-                note=f" (under {MIN_SAMPLES} samples)" if few else "",
+                verdict="uncertain" if doubt else verdict,
+                note=doubt,
             )
         )
     return math.expm1(shift), changes

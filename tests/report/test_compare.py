@@ -117,6 +117,21 @@ def test_few_samples_are_uncertain():
     assert compare(a, short).counts["uncertain"] == 6
 
 
+@pytest.mark.parametrize(
+    ("clock", "flag", "found"),
+    [("cpu", "busy-host", 0), ("graph", "busy-host", 3), ("graph", "foreign-process:2", 0)],
+)
+def test_others_at_work_leave_no_verdict_where_they_were_timed_too(clock, flag, found):
+    a, b = run("A", 3, 32), run("B", 3, 33, change=lambda i, p: 2 if p == "fused" else 1)
+    for source in (a, b):
+        source.rows["clock"] = clock
+    assert compare(a, b).counts["slower"] == 3
+    b.rows["flags"] = flag
+    result = compare(a, b)
+    assert result.counts["slower"] == found
+    assert ("the machine was busy" in result.to_markdown()) == (not found)
+
+
 def test_opposite_halves_average_to_nothing_geometrically():
     b = run("B", 40, 41, change=lambda i, p: (0.5, 2.0)[i % 2] if p != "copy_limit" else 1)
     mean = compare(run("A", 40, 40), b).geometric_mean

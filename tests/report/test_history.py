@@ -126,6 +126,9 @@ def test_misuse_is_named(tmp_path):
         history.history(tmp_path, "two")
     with pytest.raises(MisuseError, match="no run 'two'"):
         history.pin(tmp_path, "two")
+    with pytest.raises(MisuseError, match="baseline 'two' is no run"):
+        build.build(build.Options(baseline="two"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_unreadable_run_is_shown(tmp_path):
