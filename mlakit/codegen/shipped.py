@@ -30,7 +30,7 @@ def build(config: dict, quant: str = "none", options: dict | None = None, **argu
     encoding = (options or {}).get("encoding")
     return triton_quant.kernel_signature(
         quant,
-        triton_quant.QuantConfig(**config),
+        triton_quant.Config(**config),
         encoding=fp8.encoding(encoding) if encoding else None,
         options=Options(**(options or {})),
         **arguments,

@@ -5,6 +5,7 @@ The knobs are ``triton_config.Config``'s; pure functions choose and check them, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import product
@@ -24,8 +25,6 @@ GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
 FEW_ROWS = 512
 """rows up to which the L2 is told that rows are read once (2 % at M = 64, nothing at 1024)"""
-QuantConfig = Config
-"""``triton_fused``'s knobs; ``persistent`` and ``pdl`` stay off"""
 KERNEL = "mlakit.paths.triton_quant_kernels:norm_and_quantise"
 ARGUMENTS = (
     *"q q_weight values scales unquantised k k_weight k_out".split(),
@@ -33,14 +32,12 @@ ARGUMENTS = (
 )
 CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
-
-
 TREE = 2
 """Warps of the tree of a row that two warps hold at 64 elements a thread"""
-SHAPES: dict[str, tuple[tuple[int, int, int, int, int, bool], ...]] = {
-    "fp8_group128": ((512, 2, 1, 1, 2, True), (1 << 40, 2, 1, 2, 2, True)),
-    "fp8_token": ((512, 2, 1, 1, 2, True), (1 << 40, 2, 1, 2, 2, True)),
-    "mxfp4": ((512, 2, 1, 1, 2, True), (8192, 2, 1, 2, 2, True), (1 << 40, 1, 1, 1, 1, False)),
+_FP8 = ((512, 2, 1, 1, 2, True), (32768, 2, 1, 2, 2, True), (1 << 40, 1, 1, 1, 1, False))
+SHAPES = {
+    **{"fp8_group128": _FP8, "fp8_token": _FP8},
+    "mxfp4": (_FP8[0], (8192, *_FP8[1][1:]), _FP8[2]),
 }
 """By quant: up to this many rows, warps a row of q, its turns and kv's, warps of a program, and
 whether a program takes q or kv. The fastest on an H200 of eight, at 1536 + 512 in bf16."""
@@ -74,9 +71,9 @@ def heuristic(
     k_warps = min(k_tree, num_warps)
     launch = triton_config.heuristic(arch, m, q_width, k_width, dtype)
     q_rows, k_rows = num_warps // q_warps * q_turns, num_warps // k_warps * k_turns
-    return Config(
-        q_rows, k_rows, q_warps, k_warps, num_warps, separate=separate or q_rows != k_rows,
-        evict_first=m <= FEW_ROWS, pdl=launch.pdl, release_first=launch.release_first,
+    return replace(
+        launch, q_rows=q_rows, k_rows=k_rows, q_warps=q_warps, k_warps=k_warps, num_warps=num_warps,
+        separate=separate or q_rows != k_rows, evict_first=m <= FEW_ROWS,
     )  # fmt: skip
 
 
@@ -261,7 +258,18 @@ def kernel_signature(
         **dict.fromkeys(chosen, "constexpr"),
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
-    return norm_and_quantise, signature, chosen, attrs, options_of(config)
+    return norm_and_quantise, signature, chosen, attrs, _registers(options_of(config), config)
+
+
+def _registers(asked: dict[str, object], config: Config) -> dict[str, object]:
+    """The compiler's options: registers for as many programs at once as the kernel gains from.
+
+    Uncapped, ptxas asks for the weights late; at ``triton_fused``'s cap MXFP4 takes 88 registers
+    instead of 63, and 9 % longer at M = 4096. A row in one warp would spill at 64.
+    """
+    if config.q_warps == 1:
+        return {name: value for name, value in asked.items() if name != "maxnreg"}
+    return asked | ({"maxnreg": 64} if config.q_warps == 2 else {})
 
 
 def refusal_in(context: Context, quant: str) -> str | None:

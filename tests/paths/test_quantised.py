@@ -192,7 +192,7 @@ def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
 
 
 def test_check_says_what_is_wrong():
-    config = triton_quant.heuristic("fp8_token", "sm_90", 65536, 1536, 512)
+    config = triton_quant.heuristic("fp8_token", "sm_90", 1024, 1536, 512)
     for change, words in (
         ({"q_warps": 4}, "4 of 2 warps a row; the width's tree has 2"),
         ({"num_warps": 8}, "do not fill 8 warps"),
