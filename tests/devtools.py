@@ -121,7 +121,7 @@ def browser(profile):
         else:
             pytest.fail("chromium ended before it listened")
         # A proxy of the environment would be asked for this address of the machine itself.
-        socket = websocket.create_connection(found[1], timeout=120, http_no_proxy=["127.0.0.1"])
+        socket = websocket.create_connection(found[1], timeout=300, http_no_proxy=["127.0.0.1"])
         yield Page(socket)
         socket.close()
     finally:
