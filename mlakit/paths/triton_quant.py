@@ -1,14 +1,9 @@
-"""Config, compile-time arguments and launch of the quantised Triton kernel, fused or second of two.
-
-The knobs are ``triton_config.Config``'s; pure functions choose and check them, and need no GPU.
-"""
+"""Compile-time arguments and launch of the quantised Triton kernel, fused or second of two."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import product
 
 import torch
 
@@ -16,15 +11,14 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths import checks, interpreter, quantised, triton_config, triton_fused, triton_launch
+from mlakit.paths import checks, interpreter, quantised, triton_fused, triton_launch
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
 from mlakit.paths.triton_launch import DTYPE_NAMES
+from mlakit.paths.triton_quant_config import check, heuristic, trees_of
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
-FEW_ROWS = 512
-"""rows up to which the L2 is told that rows are read once (2 % at M = 64, nothing at 1024)"""
 KERNEL = "mlakit.paths.triton_quant_kernels:norm_and_quantise"
 ARGUMENTS = (
     *"q q_weight values scales unquantised k k_weight k_out".split(),
@@ -32,111 +26,6 @@ ARGUMENTS = (
 )
 CASTS = {"fp8_ocp": "fp8e4nv", "fp8_fnuz": "fp8e4b8"}
 """Triton's names of the two encodings"""
-TREE = 2
-"""Warps of the tree of a row that two warps hold at 64 elements a thread"""
-_FP8 = ((512, 2, 1, 1, 2, True), (32768, 2, 1, 2, 2, True), (1 << 40, 1, 1, 1, 1, False))
-SHAPES = {
-    **{"fp8_group128": _FP8, "fp8_token": _FP8},
-    "mxfp4": (_FP8[0], (8192, *_FP8[1][1:]), _FP8[2]),
-}
-"""By quant: up to this many rows, warps a row of q, its turns and kv's, warps of a program, and
-whether a program takes q or kv. The fastest on an H200 of eight, at 1536 + 512 in bf16."""
-
-
-def heuristic(
-    quant: str,
-    arch: str,
-    m: int,
-    q_width: int,
-    k_width: int,
-    dtype: str = "bf16",
-    *,
-    normalise: bool = True,
-) -> Config:
-    """The config for ``m`` rows on ``arch``, from an H200 (sm_90) at 1536 + 512 in bf16.
-
-    Launches overlap where ``triton_fused``'s do. Other archs get the same shape of launch from
-    their own wave size; nobody measured it there.
-    """
-    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
-    if arch == "cpu":
-        # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
-        return Config(64, 64, q_tree, k_tree, 64 * max(q_tree, k_tree))
-    _, q_warps, q_turns, k_turns, num_warps, separate = next(s for s in SHAPES[quant] if m <= s[0])
-    if not normalise and quant == "mxfp4":
-        q_warps, q_turns, num_warps, separate = 1, 1, 1, True
-    # Wider rows than 1536 and 512 share in as many warps more as their trees have.
-    q_warps = q_warps * q_tree // TREE
-    num_warps = max(num_warps * q_tree // TREE, q_warps)
-    k_warps = min(k_tree, num_warps)
-    launch = triton_config.heuristic(arch, m, q_width, k_width, dtype)
-    q_rows, k_rows = num_warps // q_warps * q_turns, num_warps // k_warps * k_turns
-    return replace(
-        launch, q_rows=q_rows, k_rows=k_rows, q_warps=q_warps, k_warps=k_warps, num_warps=num_warps,
-        separate=separate or q_rows != k_rows, evict_first=m <= FEW_ROWS,
-    )  # fmt: skip
-
-
-def _trees(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:
-    """Warps of a row's tree: of q twice as many as hold it at 64 elements a thread."""
-    q_warps = TREE
-    while q_width > q_warps // 2 * lanes_of(arch) * 64 and q_warps < 8:
-        q_warps *= 2
-    return q_warps, triton_config.warps_per_row(arch, k_width, dtype)
-
-
-def check(
-    quant: str, config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16"
-) -> str | None:
-    """None if the kernel can run with ``config``, else one line that says why not.
-
-    ``q_warps`` and ``k_warps`` are those that share a row here, at most as many as the width's tree
-    has (kv's is ``triton_fused``'s): each warp then does the work of several. Of a part's rows as
-    many lie side by side as the warps hold, the rest follow in turns.
-    """
-    if config.persistent:
-        return "the quantised kernel is not persistent"
-    if config.pdl and (archs.vendor_of(arch) != "nvidia" or int(arch[3:]) < 90):
-        return f"{arch} has no programmatic dependent launch (sm_90 and later)"
-    if not config.separate and config.q_rows != config.k_rows:
-        return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
-    warps = config.num_warps
-    trees = _trees(arch, q_width, k_width, dtype)
-    if warps < 1 or warps & (warps - 1):
-        return f"{warps} warps: must be a power of two"
-    if warps * lanes_of(arch) > triton_config.MAX_THREADS and arch != "cpu":
-        return f"{warps} warps of {lanes_of(arch)} are over {triton_config.MAX_THREADS} threads"
-    for name, rows, together, tree, width in (
-        ("q", config.q_rows, config.q_warps, trees[0], q_width),
-        ("k", config.k_rows, config.k_warps, trees[1], k_width),
-    ):
-        if together not in (1, 2, 4, 8)[: tree.bit_length()] or warps % together:
-            return f"{name}: {together} of {warps} warps a row; the width's tree has {tree}"
-        if rows < 1 or rows & (rows - 1) or (rows * together < warps and arch != "cpu"):
-            return f"{name}: {rows} rows of {together} warps do not fill {warps} warps"
-        held = -(-rows * width // (warps * lanes_of(arch)))
-        if held > triton_config.MAX_ELEMENTS_PER_THREAD and arch != "cpu":
-            return f"{name}: {held} elements a thread, over {triton_config.MAX_ELEMENTS_PER_THREAD}"
-    return None
-
-
-def search_space(
-    quant: str, arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16"
-) -> list[Config]:
-    """Every valid config worth timing for ``m`` rows."""
-    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
-    found = []
-    for num_warps, q_rows, k_rows, q_warps, k_warps, separate, evict, pdl in product(
-        *((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)),
-        *((True, False), (False, True), (False, True)),
-    ):
-        config = Config(
-            q_rows, k_rows, q_warps, k_warps, num_warps, separate, evict_first=evict, pdl=pdl
-        )
-        whole = q_warps * 2 >= q_tree and k_warps == min(k_tree, num_warps)
-        if whole and q_rows <= m and not check(quant, config, arch, q_width, k_width, dtype):
-            found.append(config)
-    return found
 
 
 def constants(
@@ -154,7 +43,7 @@ def constants(
 ) -> dict[str, object]:
     """The kernel's compile-time arguments, in its order."""
     lanes, vec = lanes_of(arch), vector_width(dtype)
-    q_tree, k_tree = _trees(arch, q_width, k_width, dtype)
+    q_tree, k_tree = trees_of(arch, q_width, k_width, dtype)
     q_side = min(config.q_rows, config.num_warps // config.q_warps)
     k_side = min(config.k_rows, config.num_warps // config.k_warps)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"
@@ -258,16 +147,23 @@ def kernel_signature(
         **dict.fromkeys(chosen, "constexpr"),
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i in range(10)} if aligned else {}
-    return norm_and_quantise, signature, chosen, attrs, _registers(options_of(config), config)
+    return (
+        norm_and_quantise,
+        signature,
+        chosen,
+        attrs,
+        _registers(quant, options_of(config), config),
+    )
 
 
-def _registers(asked: dict[str, object], config: Config) -> dict[str, object]:
-    """The compiler's options: registers for as many programs at once as the kernel gains from.
+def _registers(quant: str, asked: dict[str, object], config: Config) -> dict[str, object]:
+    """The compiler's options. MXFP4 takes 88 registers at ``triton_fused``'s cap, 63 at this one.
 
-    Uncapped, ptxas asks for the weights late; at ``triton_fused``'s cap MXFP4 takes 88 registers
-    instead of 63, and 9 % longer at M = 4096. A row in one warp would spill at 64.
+    With 88 it was 9 % slower at M = 4096, and a row in one warp (92 instead of 72) 10 % at 65,536.
     """
-    if config.q_warps == 1:
+    if quant != "mxfp4":
+        return asked
+    if config.q_warps == 1:  # would spill at 64
         return {name: value for name, value in asked.items() if name != "maxnreg"}
     return asked | ({"maxnreg": 64} if config.q_warps == 2 else {})
 

@@ -6,7 +6,7 @@ from quant_oracle import assert_faithful
 
 from mlakit import archs, inputs
 from mlakit.formats import fp8
-from mlakit.paths import quantised, registry, triton_fused, triton_quant
+from mlakit.paths import quantised, registry, triton_fused, triton_quant, triton_quant_config
 from mlakit.paths.quantised import Options, QuantisedQ
 from mlakit.shapes import Widths
 
@@ -62,7 +62,7 @@ def test_no_shape_and_no_neighbour_changes_a_byte(quant):
     x = inputs.make(70000, DEEPSEEK, seed=5, device="cuda").args
     first = [a[:130] if torch.is_tensor(a) and a.ndim == 2 else a for a in x]
     want = triton_quant.fused(quant, *first)
-    space = triton_quant.search_space(quant, arch, 4096, 1536, 512)
+    space = triton_quant_config.search_space(quant, arch, 4096, 1536, 512)
     for config in space[:: max(1, len(space) // 24)]:
         assert same(triton_quant.fused(quant, *first, config=config), want), config
     for m in (1, 2, 33, 64, 129, 193, 1024, 4096, 8193, 65537):

@@ -12,7 +12,7 @@ from mlakit import inputs, shapes
 from mlakit.context import Context
 from mlakit.errors import MisuseError
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths import quantised, registry, triton_quant
+from mlakit.paths import quantised, registry, triton_quant, triton_quant_config
 from mlakit.paths.quantised import Options
 from mlakit.paths.triton_config import Config
 from mlakit.rounding import oracle
@@ -188,7 +188,7 @@ def test_heuristic_and_search_space_are_valid_for_every_model(quant, arch):
             config = triton_quant.heuristic(quant, arch, m, w.q_lora_rank, w.kv_lora_rank, dtype)
             args = config, arch, w.q_lora_rank, w.kv_lora_rank, dtype
             assert triton_quant.check(quant, *args) is None
-    assert len(triton_quant.search_space(quant, "sm_90", 4096, 1536, 512)) > 10
+    assert len(triton_quant_config.search_space(quant, "sm_90", 4096, 1536, 512)) > 10
 
 
 def test_check_says_what_is_wrong():
@@ -274,7 +274,7 @@ def test_no_knob_changes_a_byte_and_kv_is_triton_fused_s(quant, dtype):
     x = inputs.make(2, DEEPSEEK, dtype, seed=18)
     want, k_want = triton_quant.fused(quant, *x.args)
     assert torch.equal(k_want, registry.get("triton_fused").call(*x.args)[1])
-    q_tree, k_tree = triton_quant._trees("cpu", 1536, 512, dtype)
+    q_tree, k_tree = triton_quant_config.trees_of("cpu", 1536, 512, dtype)
     for q_rows, k_rows, q_warps, k_warps, num_warps, separate in (
         (2, 2, 1, 1, 1, False),  # two turns of one row in one warp
         (1, 4, q_tree, k_tree, max(q_tree, k_tree), True),
