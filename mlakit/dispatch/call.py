@@ -19,7 +19,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_KINDS = 4096
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Names of the module's own: every look-up in torch's costs a call 50 ns.
-_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
 
 
 class FallbackWarning(UserWarning):
@@ -115,7 +115,7 @@ def qk_rmsnorm(
             policy,
             quant,
             strict,
-            _grad_enabled() and _wants_grad(q, q_weight, k, k_weight),
+            checks.derivative_wanted(q, q_weight, k, k_weight),
             q.is_cuda and _capturing(),
         )
         kind = _kinds.get(key)
@@ -147,7 +147,7 @@ def last_call() -> Ran | None:
 def counts() -> dict[Ran, int]:
     """How often each path ran in this process, by reason."""
     total = Counter(_past)
-    for kind in _kinds.values():
+    for kind in list(_kinds.values()):  # other threads add theirs meanwhile
         total[kind.ran] += kind.calls
     return {ran: n for ran, n in total.items() if n}
 
@@ -160,10 +160,6 @@ def reset() -> None:
     _warned.clear()
     _last = None
     probe.refresh()
-
-
-def _wants_grad(q, q_weight, k, k_weight) -> bool:
-    return q.requires_grad or q_weight.requires_grad or k.requires_grad or k_weight.requires_grad
 
 
 def _operator_runs() -> bool:
@@ -254,7 +250,7 @@ def _unable(context: Context, name: str) -> str | None:
 
 def _remember(key, kind: _Kind) -> _Kind:
     if len(_kinds) >= _MOST_KINDS:
-        for old in _kinds.values():
+        for old in list(_kinds.values()):
             _past[old.ran] += old.calls
         _kinds.clear()
     _kinds[key] = kind
@@ -282,7 +278,7 @@ def _context(arch, quant, path, q, q_weight, q_eps, k, k_weight, k_eps) -> Conte
         q_eps=q_eps,
         k_eps=k_eps,
         capture=bool(q.is_cuda and _capturing()),
-        requires_grad=torch.is_grad_enabled() and _wants_grad(q, q_weight, k, k_weight),
+        requires_grad=checks.derivative_wanted(q, q_weight, k, k_weight),
         packages=probe.packages(),
         requested=path,
         **(probe.machine_fields() if arch.startswith("gfx") else {}),

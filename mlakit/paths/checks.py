@@ -6,10 +6,12 @@ import contextlib
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from mlakit.context import Context
 from mlakit.errors import MisuseError
 
+_transform = torch._C._functorch.peek_interpreter_stack
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,7 +43,9 @@ def check(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> None:
     try:
         dtype, device = q.dtype, q.device
         fits = (
-            q.shape[:-1] == k.shape[:-1]
+            q.shape
+            and k.shape
+            and q.shape[:-1] == k.shape[:-1]
             and q_weight.shape == q.shape[-1:]
             and k_weight.shape == k.shape[-1:]
             and k.dtype is dtype
@@ -66,6 +70,24 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def derivative_wanted(q, q_weight, k, k_weight) -> bool:
+    """Whether a kernel of ours would lose what torch wants of the call: a gradient (backward, or
+    forward mode is on), or a transform of ``torch.func``."""
+    return (
+        forward_ad._current_level >= 0
+        or _transform() is not None
+        or (
+            torch.is_grad_enabled()
+            and (
+                q.requires_grad
+                or k.requires_grad
+                or q_weight.requires_grad
+                or k_weight.requires_grad
+            )
+        )
+    )
+
+
 def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
     """Check a kernel's arguments and lay them out as rows.
 
@@ -78,9 +100,7 @@ def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
             wanted of a kernel that has no backward.
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or q_weight.requires_grad or k_weight.requires_grad
-    ):
+    if derivative_wanted(q, q_weight, k, k_weight):
         raise MisuseError(
             "a gradient is wanted but this path has no backward: "
             "call it under torch.no_grad(), or use torch_native"
@@ -126,6 +146,8 @@ def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
     for x in (q, q_weight, k, k_weight):
         if not isinstance(x, torch.Tensor):
             raise MisuseError(f"q, k and their weights must be tensors, not {type(x).__name__}")
+    if not (q.shape and k.shape):
+        raise MisuseError("q or k is a single number: give (..., width) tensors")
     if q.shape[:-1] != k.shape[:-1]:
         raise MisuseError(
             f"q has rows {tuple(q.shape[:-1])} and k {tuple(k.shape[:-1])}: "
@@ -162,6 +184,8 @@ def _check_out(q, q_weight, k, k_weight, out) -> None:
         raise MisuseError("out must be a tuple of two tensors, one shaped like q, one like k")
     for i, like in enumerate((q, k)):
         y = out[i]
+        if not isinstance(y, torch.Tensor):
+            raise MisuseError(f"out[{i}] must be a tensor, not {type(y).__name__}")
         if y.shape != like.shape or y.dtype != like.dtype or y.device != like.device:
             raise MisuseError(
                 f"out[{i}] is {tuple(y.shape)} {y.dtype} on {y.device}: "

@@ -253,6 +253,8 @@ def _kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple:
 
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 """a fake tensor's address reads as 0: a kernel that took it would end the process"""
+_TRACER = torch._C._TorchDispatchModeKey.PROXY
+"""``make_fx`` sees torch's operators alone"""
 
 
 def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
@@ -272,6 +274,8 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
             f"cpu_fused got a {type(k_out).__name__}, which has no memory to compute on: "
             "it cannot be traced; use torch_native"
         )
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_TRACER) is not None:
+        raise MisuseError("cpu_fused cannot be traced, its graph would be empty; use torch_native")
     m, q_width = q_rows.shape
     k_width = k_rows.shape[1]
     if m == 0:

@@ -13,7 +13,7 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, unknown
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths.checks import check, current, refuse_overlap
+from mlakit.paths.checks import check, current, derivative_wanted, refuse_overlap
 from mlakit.rounding import oracle, round_to
 
 
@@ -144,7 +144,7 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
     """
     check(*arguments)
     q, q_weight, _, k, k_weight, _ = arguments
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, q_weight, k, k_weight)):
+    if derivative_wanted(q, q_weight, k, k_weight):
         raise MisuseError("a gradient is wanted and quantising has none: use torch.no_grad()")
     if out is None:
         return empty(quant, q, options), k.new_empty(k.shape)

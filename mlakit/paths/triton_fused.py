@@ -87,16 +87,7 @@ def _traced_or_differentiated(q, q_weight, k, k_weight) -> bool:
         or type(q) is not torch.Tensor
         or type(k) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (
-            torch.is_grad_enabled()
-            and (
-                q.requires_grad
-                or k.requires_grad
-                or q_weight.requires_grad
-                or k_weight.requires_grad
-            )
-        )
+        or checks.derivative_wanted(q, q_weight, k, k_weight)
     )
 
 

@@ -293,3 +293,40 @@ def test_an_odd_switch_is_one_line_before_any_launch(monkeypatch, name, value, m
         call.qk_rmsnorm(*I2.args)
     assert "\n" not in str(caught.value)
     assert call.last_call() is None
+
+
+def test_forward_mode_and_transforms_take_a_path_that_torch_follows():
+    from torch.autograd import forward_ad
+
+    q, w, eps, *rest = inputs.make(4, shapes.Widths(64, 32), "fp32").args
+    call.qk_rmsnorm(q, w, eps, *rest)
+    plain = call.last_call()
+
+    def mine(x):
+        return call.qk_rmsnorm(x, w, eps, *rest)[0]
+
+    def theirs(x):
+        return torch.nn.functional.rms_norm(x, w.shape, w, eps)
+
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dual = forward_ad.make_dual(q, q.flip(0))
+        got, want = (forward_ad.unpack_dual(f(dual)).tangent for f in (mine, theirs))
+        batch = torch.stack((q, q.flip(1)))
+        mapped = torch.vmap(mine)(batch)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mapped, theirs(batch))
+    call.qk_rmsnorm(q, w, eps, *rest)
+    assert call.last_call() == plain
+
+
+@pytest.mark.parametrize("out", [(None, None), (1, 2)])
+def test_an_out_of_no_tensors_is_one_line(out):
+    with pytest.raises(MisuseError, match="must be a tensor"):
+        call.qk_rmsnorm(*inputs.make(4, shapes.Widths(64, 32)).args, out=out)
+
+
+def test_single_numbers_are_one_line():
+    one = torch.tensor(1.0)
+    with pytest.raises(MisuseError, match="single number"):
+        call.qk_rmsnorm(one, one, 1e-6, one, one, 1e-6)

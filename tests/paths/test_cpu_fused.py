@@ -275,3 +275,21 @@ def test_fake_tensors_are_refused_before_any_address_is_taken():
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in given.args]
     with pytest.raises(MisuseError, match="no memory"):
         cpu_fused.call(*fakes)
+
+
+def test_a_trace_that_would_hold_empty_outputs_is_refused():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = inputs.make(3, Widths(64, 32))
+    with pytest.raises(MisuseError, match="traced"):
+        make_fx(lambda q: cpu_fused.call(q, *given.args[1:]))(given.args[0])
+
+
+def test_a_tangent_or_a_transform_is_refused_rather_than_lost():
+    from torch.autograd import forward_ad
+
+    q, *rest = inputs.make(3, Widths(64, 32)).args
+    with forward_ad.dual_level(), pytest.raises(MisuseError, match="gradient"):
+        cpu_fused.call(forward_ad.make_dual(q, q), *rest)
+    with pytest.raises(MisuseError, match="gradient"):
+        torch.vmap(lambda x: cpu_fused.call(x, *rest)[0])(q[None])
