@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 
 from mlakit.datafiles import data_dir
-from mlakit.dispatch import policies
-from mlakit.sweep import regret
+from mlakit.dispatch import policies, table
+from mlakit.sweep import regret, tune
 from mlakit.sweep.store import read_rows
 
 HELD_OUT = regret.held_out()
@@ -43,3 +43,28 @@ def test_every_rule_has_its_figure_with_evidence():
         stood_in = by_name["stand_ins"].str.contains("stands in for")
         assert stood_in["sglang_0_5_23"]
         assert not stood_in["mlakit"]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("folder", ["h200", "amd-epyc-x2"])
+def test_a_table_tuned_on_half_of_the_cells_loses_little_on_the_other(
+    folder, half, tmp_path, monkeypatch
+):
+    """Every clock, dtype, width pair and quantisation on record, each M in turn left out."""
+    files = sorted((data_dir() / "recorded" / folder).glob("*.parquet"))
+    skip = ("accuracy", "samples", "one-thread")
+    rows = tune.candidates(
+        pd.concat([read_rows(f) for f in files if not f.stem.endswith(skip)], ignore_index=True)
+    )
+    odd = rows.groupby(tune.GROUP)["m"].rank(method="dense") % 2 == half
+    tune.write(rows["arch"].iloc[0], tune.build(rows[odd], "half"), tmp_path / "dispatch")
+    monkeypatch.setattr(table, "data_dir", lambda: tmp_path)
+    table.ladders.cache_clear()
+    try:
+        found = regret.regret(rows[~odd], "mlakit")
+    finally:
+        table.ladders.cache_clear()
+    assert found.cells >= 3
+    assert found.unjudged == 0
+    assert found.mean <= 0.02
+    assert found.worst <= 0.05, found.worst_cell
