@@ -94,7 +94,10 @@ def _child() -> subprocess.Popen:
 def _close(child: subprocess.Popen) -> None:
     if _CHILDREN.get(os.getpid()) is child:
         child.stdin.close()
-        child.wait(timeout=10)
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 def _send(pipe: io.BufferedIOBase, message: bytes) -> None:
