@@ -289,7 +289,7 @@ def _quantise_rows(
             y = (pieces[i] * rstd).to(unquantised.dtype.element_ty)
             tl.store(unquantised + row * N + at, y, mask=(rows < m)[:, None] & (at < N))
         if QUANT == "mxfp4":
-            # Not before the sum: the registers that would hold cost 9 % at M = 4096.
+            # Not before the sum: held until after it they cost registers.
             peak = peaks_of(pieces[i], GROUP)
             inverse = peak
         if QUANT == "fp8_group128":
