@@ -33,28 +33,13 @@ LEVEL = {"color": "#777777", "linewidth": 1}
 BATCH = "batch M (rows)"
 INTERVAL = "times as fast (paired median, 95 % interval)"
 
-STYLE = {
-    "figure.figsize": (7.2, 4.0),
-    "figure.dpi": 110,
-    "savefig.bbox": "tight",
-    "font.size": 10,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "svg.hashsalt": "mlakit",
-}
-
 
 def new(title: str, xlabel: str, ylabel: str, height: float = 4.0):
     """An empty figure in the one style; no pyplot, so no backend and no global state."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.2, height), dpi=STYLE["figure.dpi"])
-        axes = figure.add_subplot()
+    figure = Figure(figsize=(7.2, height), dpi=110)
+    axes = figure.add_subplot()
     axes.grid(True, alpha=0.25)
     axes.set_axisbelow(True)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
