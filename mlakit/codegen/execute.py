@@ -109,7 +109,6 @@ class Run:
     traffic: Counter
     """bytes by kind: load, store, lds_load, lds_store, scalar_load"""
     waves: int
-    workgroups: int
     evidence: str = "emulated"
 
     @property
@@ -141,13 +140,7 @@ def run(
     machine = _Machine(compiled, grid, args)
     with np.errstate(all="ignore"):
         machine.go(trace, trace_wave)
-    return Run(
-        machine.program,
-        machine.executed,
-        machine.memory.traffic,
-        len(machine.rank),
-        int(np.prod(machine.grid)),
-    )
+    return Run(machine.program, machine.executed, machine.memory.traffic, len(machine.rank))
 
 
 def _arguments(compiled: Compiled, args) -> list:

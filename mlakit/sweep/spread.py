@@ -1,4 +1,4 @@
-"""The same sweep on every device of this machine, or of many through dask.distributed.
+"""The same sweep on the devices of many machines, or of this one, through dask.distributed.
 
 A dask worker stands for one device: it offers one unit of a resource named after the device's arch
 (``sm_90``, ``gfx950``, ``cpu``), and a cell takes that unit, so timing is exclusive. The cell runs
@@ -30,7 +30,6 @@ from mlakit.sweep.run import (
     longest_first,
     missing_jobs,
     open_sweep,
-    run_sweep,
     set_aside,
     settle_environment,
 )
@@ -46,11 +45,6 @@ from mlakit.sweep.worker import (
 
 _START_S = 120.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-def local(cells: Sequence[Cell] | None, out_dir: str | Path, **options) -> SweepSummary:
-    """``run_sweep`` on all devices of this machine, one worker each."""
-    return run_sweep(cells, out_dir, every_device=True, **options)
 
 
 def local_cluster(archs: Sequence[str] | None = None):

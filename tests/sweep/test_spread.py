@@ -109,7 +109,7 @@ def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
 def test_local_shares_the_cells_out_among_the_devices(tmp_path, doubles_log, monkeypatch):
     monkeypatch.setattr(run, "devices_of", lambda arch, env: ["cpu", "cpu"])
     cells = expand(batches=range(1, 9), paths=["cpu_fused"])
-    summary = spread.local(cells, tmp_path / "run", functions=SLOW)
+    summary = run.run_sweep(cells, tmp_path / "run", every_device=True, functions=SLOW)
     assert (summary.done, summary.workers, summary.statuses) == (8, 2, {"ok": 8})
     ends = [line.split()[1:] for line in doubles_log.read_text().splitlines() if "end" in line]
     assert sorted(cell_id for cell_id, _ in ends) == sorted(c.id for c in cells)

@@ -179,7 +179,7 @@ def _stored(waves: Waves, src: Operand, size: int, form: str, active: np.ndarray
     return np.stack(words) >> U32(16 if form == "high" else 0)
 
 
-def _access(waves, i, memory, address, active, kind, dst, size, form, lanes_in_range=None):
+def _access(waves, i, memory, address, active, kind, dst, size, form):
     """Load to, or store from, ``dst`` at (W, L) addresses under ``active``."""
     words = max(1, size // 4)
     if kind == "store":
