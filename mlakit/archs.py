@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from mlakit.datafiles import data_dir, read_table
+from mlakit.datafiles import data_dir, maybe, read_table
 from mlakit.errors import MisuseError, unknown
 
 _TRIPLE = "amdgcn-amd-amdhsa--"
@@ -14,29 +14,19 @@ _TRIPLE = "amdgcn-amd-amdhsa--"
 
 @dataclass(frozen=True)
 class Arch:
-    """One product of ``data/archs.csv``; None where no source gave the figure."""
+    """What mlakit uses of a line of ``data/archs.csv``; None where no source gave the figure."""
 
     name: str
     product: str
     vendor: str
     compute_units: int | None
-    wave_sizes: tuple[int, ...]
     lds_kib: int | None
-    vgpr_file_kib: int | None
     l2_mib: float | None
     llc_mib: float | None
-    memory_gib: float | None
     hbm_gbps: float | None
-    max_clock_mhz: float | None
     fp8_format: str | None
     mxfp4_native: bool
     bf16_convert: str
-    source: str
-    confidence: str
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text else None
 
 
 def _arch(r: dict) -> Arch:
@@ -44,20 +34,14 @@ def _arch(r: dict) -> Arch:
         name=r["arch"],
         product=r["product"],
         vendor=r["vendor"],
-        compute_units=int(r["compute_units"]) if r["compute_units"] else None,
-        wave_sizes=tuple(int(w) for w in r["wave_sizes"].split("|") if w),
-        lds_kib=int(r["lds_kib"]) if r["lds_kib"] else None,
-        vgpr_file_kib=int(r["vgpr_file_kib"]) if r["vgpr_file_kib"] else None,
-        l2_mib=_number(r["l2_mib"]),
-        llc_mib=_number(r["llc_mib"]),
-        memory_gib=_number(r["memory_gib"]),
-        hbm_gbps=_number(r["hbm_gbps"]),
-        max_clock_mhz=_number(r["max_clock_mhz"]),
+        compute_units=maybe(int, r["compute_units"]),
+        lds_kib=maybe(int, r["lds_kib"]),
+        l2_mib=maybe(float, r["l2_mib"]),
+        llc_mib=maybe(float, r["llc_mib"]),
+        hbm_gbps=maybe(float, r["hbm_gbps"]),
         fp8_format=r["fp8_format"] or None,
         mxfp4_native=r["mxfp4_native"] == "yes",
         bf16_convert=r["bf16_convert"],
-        source=r["source"],
-        confidence=r["confidence"],
     )
 
 

@@ -59,6 +59,11 @@ def read_table(path: Path, build: Callable[[dict], Row]) -> tuple[Row, ...]:
     return tuple(found)
 
 
+def maybe(kind: Callable[[str], Row], text: str) -> Row | None:
+    """``kind(text)``, None where a field is empty."""
+    return kind(text) if text else None
+
+
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds.
 

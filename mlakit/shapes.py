@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from mlakit.datafiles import data_dir, read_table
+from mlakit.datafiles import data_dir, maybe, read_table
 from mlakit.errors import MisuseError, unknown
 
 
@@ -36,27 +36,19 @@ class Widths:
 
 @dataclass(frozen=True)
 class Model:
-    """One MLA model as ``data/models.csv`` has it; None where no source gave the figure."""
+    """What mlakit uses of a line of ``data/models.csv``; None where no source gave the figure."""
 
     name: str
     aliases: tuple[str, ...]
-    hf_id: str
     hidden_size: int | None
-    num_layers: int | None
-    mla_layers: int | None
     num_heads: int | None
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int | None
     qk_rope_head_dim: int
     v_head_dim: int | None
-    config_rms_norm_eps: float | None
     hf_latent_norm_eps: float | None
     serving_latent_norm_eps: float | None
-    scale_q: float | None
-    scale_kv: float | None
-    source: str
-    confidence: str
 
     @property
     def widths(self) -> Widths:
@@ -69,35 +61,19 @@ class Model:
         return self.serving_latent_norm_eps or 1e-6
 
 
-def _int(text: str) -> int | None:
-    return int(text) if text else None
-
-
-def _float(text: str) -> float | None:
-    return float(text) if text else None
-
-
 def _model(r: dict) -> Model:
     return Model(
         name=r["model"],
         aliases=tuple(a for a in r["aliases"].split("|") if a),
-        hf_id=r["hf_id"],
-        hidden_size=_int(r["hidden_size"]),
-        num_layers=_int(r["num_layers"]),
-        mla_layers=_int(r["mla_layers"]),
-        num_heads=_int(r["num_heads"]),
-        q_lora_rank=_int(r["q_lora_rank"]) or 0,
+        hidden_size=maybe(int, r["hidden_size"]),
+        num_heads=maybe(int, r["num_heads"]),
+        q_lora_rank=maybe(int, r["q_lora_rank"]) or 0,
         kv_lora_rank=int(r["kv_lora_rank"]),
-        qk_nope_head_dim=_int(r["qk_nope_head_dim"]),
-        qk_rope_head_dim=_int(r["qk_rope_head_dim"]) or 0,
-        v_head_dim=_int(r["v_head_dim"]),
-        config_rms_norm_eps=_float(r["config_rms_norm_eps"]),
-        hf_latent_norm_eps=_float(r["hf_latent_norm_eps"]),
-        serving_latent_norm_eps=_float(r["serving_latent_norm_eps"]),
-        scale_q=_float(r["scale_q"]),
-        scale_kv=_float(r["scale_kv"]),
-        source=r["source"],
-        confidence=r["confidence"],
+        qk_nope_head_dim=maybe(int, r["qk_nope_head_dim"]),
+        qk_rope_head_dim=maybe(int, r["qk_rope_head_dim"]) or 0,
+        v_head_dim=maybe(int, r["v_head_dim"]),
+        hf_latent_norm_eps=maybe(float, r["hf_latent_norm_eps"]),
+        serving_latent_norm_eps=maybe(float, r["serving_latent_norm_eps"]),
     )
 
 
