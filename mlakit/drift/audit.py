@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pandas as pd
 import torch
 
 from mlakit.dispatch import probe
@@ -59,14 +58,6 @@ class ReportCard:
             if line.smallest:
                 body.append(f"  {'':<43} smallest input: {line.smallest}")
         return "\n".join([head, *body])
-
-    def to_frame(self) -> pd.DataFrame:
-        """Columns target, device, dtype, name, verdict, detail, smallest."""
-        rows = [vars(line) for line in self.lines]
-        frame = pd.DataFrame(rows, columns=["name", "verdict", "detail", "smallest"])
-        for i, name in enumerate(("target", "device", "dtype")):
-            frame.insert(i, name, getattr(self, name))
-        return frame
 
     def to_json(self) -> dict:
         """A plain dict."""

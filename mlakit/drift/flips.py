@@ -16,6 +16,7 @@ from mlakit.models import mla, small
 from mlakit.models.hf import step_of
 from mlakit.paths import quantised, registry
 from mlakit.rounding import ROUNDINGS
+from mlakit.timing import stats
 
 BASELINE = "round_once"
 """as a formula: the same on every machine, but for the products around it"""
@@ -29,7 +30,7 @@ def sides(device: str = "cpu") -> dict[str, str]:
 
     Left out on a CPU: what torch.compile or Triton's interpreter takes minutes for.
     """
-    found = {name: "rounding" for name in ROUNDINGS}
+    found = dict.fromkeys(ROUNDINGS, "rounding")
     here = probe.here(device)
     d = small.DIMS
     for path in registry.all_paths():
@@ -105,7 +106,6 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
         figures = (judged.p, 1.0, judged.difference, low, high, judged.smallest_detectable)
         rows.append((side, known[side], n, judged.b, lost, won, *figures, judged.verdict))
     frame = pd.DataFrame(rows, columns=COLUMNS)
-    tried = frame.loc[frame["side"] != BASELINE, "p"].sort_values()
-    scaled = tried * pd.Series(range(len(tried), 0, -1), index=tried.index)
-    frame["p_holm"] = scaled.cummax().clip(upper=1).reindex(frame.index, fill_value=1.0)
+    tried = frame["side"] != BASELINE
+    frame.loc[tried, "p_holm"] = stats.holm(frame.loc[tried, "p"])
     return frame

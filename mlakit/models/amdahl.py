@@ -100,11 +100,6 @@ def rounded(text: str) -> Interval:
     return Interval(float(text), float(text) - half, float(text) + half)
 
 
-def needed(layer_us: Interval | float, layers: int, share: float = 0.01, batch: int = 1) -> float:
-    """Tokens/s above which ``layer_us`` saved a layer is at least ``share`` of a step."""
-    return 1e6 * batch * share / (_interval(layer_us).value * layers)
-
-
 def _interval(value: Interval | float) -> Interval:
     return value if isinstance(value, Interval) else Interval(*(float(value),) * 3)
 

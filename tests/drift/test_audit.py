@@ -70,7 +70,7 @@ def test_a_good_norm_passes():
     assert lines["overflow of squares"].verdict == "pass"
     assert lines["graph capture"].verdict == "not applicable"
     assert lines["batch invariance"].verdict == "pass"
-    assert card.to_frame().shape == (len(card.lines), 7)
+    assert len(card.to_json()["lines"]) == len(card.lines)
 
 
 def test_float32_sums_overflow_and_that_is_a_convention():
