@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mlakit import archs
-from mlakit.context import QUANTS, Context
+from mlakit.context import Context
 from mlakit.errors import unknown
 
 MODULES = (
@@ -35,8 +35,7 @@ MODULES = (
     "triton_mxfp4",
     "aiter_mxfp4",
 )
-"""In the order of tables. Each is a module of ``mlakit.paths`` with a ``PATH``, but for those that
-quantise, whose names end in their quant: ``quant_paths`` has them all."""
+"""One module of ``mlakit.paths`` a path; the order is the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,6 @@ def get(name: str) -> Path:
     """
     if name not in MODULES:
         raise unknown("path", name, MODULES)
-    if name.endswith(QUANTS[1:]):
-        return importlib.import_module("mlakit.paths.quant_paths").PATHS[name]
     return importlib.import_module(f"mlakit.paths.{name}").PATH
 
 

@@ -5,7 +5,7 @@ import torch
 
 from mlakit.codegen import compile as compiler
 from mlakit.drift import accuracy
-from mlakit.paths import quant_paths, registry
+from mlakit.paths import registry
 from mlakit.records import ACCURACY_COLUMNS, Cell
 
 
@@ -134,7 +134,7 @@ def test_quantised_outputs_are_held_against_quantising_alone():
 
 def test_quantised_garbage_is_wrong(fake_path):
     def call(q, q_weight, q_eps, k, k_weight, k_eps):
-        good = quant_paths.PATHS["torch_fp8_group128"].call
+        good = registry.importlib.import_module("mlakit.paths.torch_fp8_group128").PATH.call
         quantised, k_out = good(q, q_weight, q_eps, k, k_weight, k_eps)
         return quantised._replace(scale=quantised.scale * 2), k_out
 

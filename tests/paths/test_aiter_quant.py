@@ -9,11 +9,10 @@ import torch
 from mlakit import inputs, rounding, shapes
 from mlakit.context import Context
 from mlakit.errors import MisuseError, RefusedError
-from mlakit.paths import aiter_quant, quantised, registry
+from mlakit.paths import aiter_fp8_group128, aiter_mxfp4, aiter_quant, quantised, registry
 from mlakit.paths.quantised import Options
 
 W = shapes.Widths(256, 64)
-FP8, MXFP4 = registry.get("aiter_fp8_group128"), registry.get("aiter_mxfp4")
 EVEN = Options(rule="quark_even")
 
 
@@ -109,21 +108,21 @@ def check(path, quant, options, m=5):
 @pytest.mark.parametrize("function", [mxfp4_by_inputs, mxfp4_of_three, mxfp4_of_four])
 def test_every_arity_gives_the_step(fake, function, place):
     fake(place, mxfp4=function)
-    check(MXFP4, "mxfp4", EVEN)
+    check(aiter_mxfp4.PATH, "mxfp4", EVEN)
 
 
 def test_fp8_by_groups(fake):
     fake(fp8=fp8)
-    check(FP8, "fp8_group128", Options())
+    check(aiter_fp8_group128.PATH, "fp8_group128", Options())
 
 
 def test_out_is_filled_and_returned(fake):
     fake(mxfp4=mxfp4_of_four)
     i = inputs.make(3, W)
     out = quantised.empty("mxfp4", i.q), torch.empty_like(i.k).contiguous()
-    got = MXFP4.call(*i.args, out=out)
+    got = aiter_mxfp4.PATH.call(*i.args, out=out)
     assert got is out
-    plain = MXFP4.call(*i.args)
+    plain = aiter_mxfp4.PATH.call(*i.args)
     assert torch.equal(out[0].values, plain[0].values)
     assert torch.equal(out[1], plain[1])
 
@@ -131,7 +130,7 @@ def test_out_is_filled_and_returned(fake):
 def test_no_rows_means_no_call(fake):
     fake(mxfp4=mxfp4_unknown)
     i = inputs.make(0, W)
-    got, k = MXFP4.call(*i.args)
+    got, k = aiter_mxfp4.PATH.call(*i.args)
     assert (got.values.shape, k.shape) == ((0, 128), (0, 64))
 
 
@@ -146,16 +145,16 @@ def test_no_rows_means_no_call(fake):
 def test_what_is_not_trusted_is_refused(fake, functions, message):
     fake(**functions)
     with pytest.raises(RefusedError, match=message):
-        MXFP4.call(*inputs.make(2, W).args)
+        aiter_mxfp4.PATH.call(*inputs.make(2, W).args)
 
 
 def test_bad_arguments_never_reach_it(fake):
     fake(mxfp4=mxfp4_of_four)
     i = inputs.make(4, W)
     with pytest.raises(MisuseError, match="inner stride 4"):
-        MXFP4.call(i.q.t().contiguous().t(), *i.args[1:])
+        aiter_mxfp4.PATH.call(i.q.t().contiguous().t(), *i.args[1:])
     with pytest.raises(RefusedError, match="32"):
-        MXFP4.call(i.q[:, :40], i.q_weight[:40], *i.args[2:])
+        aiter_mxfp4.PATH.call(i.q[:, :40], i.q_weight[:40], *i.args[2:])
 
 
 @pytest.mark.parametrize(
