@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlakit.archs import check, fp8_format, vendor_of
+from mlakit import archs
 from mlakit.errors import MisuseError, unknown
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -47,7 +47,6 @@ class Context:
     use_aiter: bool = False
     aiter_api: str = ""
     """generation of AITER's dual norm; empty on AMD: the one that the engine was released with"""
-    hip_version: tuple[int, ...] = ()
     capture: bool = False
     compiled: bool = False
     second_stream: bool = False
@@ -59,7 +58,7 @@ class Context:
     requested: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arch", check(self.arch))
+        object.__setattr__(self, "arch", archs.check(self.arch))
         if not self.aiter_api and not (self.vendor == "amd" and "aiter" in self.packages):
             object.__setattr__(self, "aiter_api", "none")
         for name, value, allowed in (
@@ -81,25 +80,22 @@ class Context:
             )
         if self.vendor == "cpu":
             return
-        native = fp8_format(self.arch)
-        for what in (self.weight_dtype, "mxfp4" if self.quant == "mxfp4" else ""):
-            if what in ("fp8_ocp", "fp8_fnuz") and what != native:
-                raise MisuseError(
-                    f"{what} on {self.arch}: that card's FP8 is {native or 'absent'}; "
-                    f"choose {native or 'bf16'} or another arch"
-                )
-        if self.vendor == "amd" and "mxfp4" in (self.weight_dtype, self.quant):
-            from mlakit.archs import arch
-
-            if not arch(self.arch).mxfp4_native:
-                raise MisuseError(
-                    f"MXFP4 on {self.arch}: that card has no MXFP4; use gfx950 or gfx1250"
-                )
+        what, native = self.weight_dtype, archs.fp8_format(self.arch)
+        if what in ("fp8_ocp", "fp8_fnuz") and what != native:
+            raise MisuseError(
+                f"{what} on {self.arch}: that card's FP8 is {native or 'absent'}; "
+                f"choose {native or 'bf16'} or another arch"
+            )
+        wants_mxfp4 = self.vendor == "amd" and "mxfp4" in (self.weight_dtype, self.quant)
+        if wants_mxfp4 and not archs.arch(self.arch).mxfp4_native:
+            raise MisuseError(
+                f"MXFP4 on {self.arch}: that card has no MXFP4; use gfx950 or gfx1250"
+            )
 
     @property
     def vendor(self) -> str:
         """``amd``, ``nvidia`` or ``cpu``."""
-        return vendor_of(self.arch)
+        return archs.vendor_of(self.arch)
 
     @property
     def widest(self) -> int:

@@ -43,11 +43,7 @@ AXES: dict[str, tuple] = {
 def _exists(v: dict) -> bool:
     """Whether a combination is a context, and not another combination said twice."""
     amd = vendor_of(v["arch"]) == "amd"
-    if v["use_aiter"] and not amd:
-        return False
-    if v["aiter_api"] != "none" and not amd:
-        return False
-    if v["switches"] and not amd:
+    if not amd and (v["use_aiter"] or v["aiter_api"] != "none" or v["switches"]):
         return False
     fp8 = v["weight_dtype"].startswith("fp8")
     if not v["block_scale"] and not fp8:
@@ -91,8 +87,8 @@ class Change:
         return self.before.fused and not self.after.fused
 
 
-def diff(policy_a: str, policy_b: str, over: Iterable[Context] | None = None) -> tuple[Change, ...]:
-    """Every context of ``over`` (default: all) in which the two policies run different paths.
+def diff(policy_a: str, policy_b: str) -> tuple[Change, ...]:
+    """Every context of ``contexts()`` in which the two policies run different paths.
 
     A path that only changes its launch count is a change too.
 
@@ -100,7 +96,7 @@ def diff(policy_a: str, policy_b: str, over: Iterable[Context] | None = None) ->
         MisuseError: unknown policy.
     """
     found = []
-    for c in contexts() if over is None else over:
+    for c in contexts():
         a, b = choose(c, policy_a), choose(c, policy_b)
         if (a.path, a.launches) != (b.path, b.launches):
             found.append(Change(c, a, b))
@@ -137,11 +133,8 @@ def _where(members: Iterable[Context]) -> str:
     for c in members:
         for name, value in describe(c).items():
             seen[name].add(value)
-    parts = []
-    for name, values in seen.items():
-        if len(values) < len(AXES[name]):
-            parts.append(f"{name}={'|'.join(sorted(values))}")
-    return "; ".join(parts)
+    some = {name: values for name, values in seen.items() if len(values) < len(AXES[name])}
+    return "; ".join(f"{name}={'|'.join(sorted(values))}" for name, values in some.items())
 
 
 _950 = {"arch": "gfx950", "use_aiter": True}
@@ -165,10 +158,7 @@ ROWS: dict[str, Context] = {
     "gfx950, AITER of the unified generation, BF16": Context(**_950, aiter_api="unified"),
     "gfx950, AITER without the dual norm, BF16": Context(**_950, aiter_api="none"),
     "gfx1250, AITER unified, A8W4 workaround": Context(
-        arch="gfx1250",
-        use_aiter=True,
-        aiter_api="unified",
-        switches=frozenset({"AITER_FORCE_A8W4"}),
+        "gfx1250", use_aiter=True, aiter_api="unified", switches=frozenset({"AITER_FORCE_A8W4"})
     ),
     "gfx950, no AITER, BF16": Context(arch="gfx950"),
     "sm_90, eager, BF16": Context(arch="sm_90"),
@@ -178,14 +168,14 @@ ROWS: dict[str, Context] = {
 """The rows of the teaching table: each is a branch of some policy."""
 
 
-def truth_table(policies: Iterable[str], rows: dict[str, Context] | None = None) -> Iterator[dict]:
+def truth_table(policies: Iterable[str]) -> Iterator[dict]:
     """One dict a row: ``context`` and, by policy, the path and its launches as ``path x launches``.
 
     Raises:
         MisuseError: unknown policy.
     """
     names = tuple(policies)
-    for label, context in (ROWS if rows is None else rows).items():
+    for label, context in ROWS.items():
         row = {"context": label}
         for name in names:
             choice = choose(context, name)

@@ -17,6 +17,7 @@ from mlakit.context import PACKAGES
 from mlakit.dispatch import probe, switches
 from mlakit.errors import one_line
 from mlakit.paths import aiter_api
+from mlakit.versions import installed
 
 NOTEBOOK_EXTRAS = ("notebooks",)
 _IMPORT_LIMIT_S = 120
@@ -108,13 +109,6 @@ def _conflicts() -> Iterator[Finding]:
         yield Finding("devices", "conflict", "error", c.text, "facts that agree", c.todo)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 _DISTRIBUTIONS = {
     "liger_kernel": "liger-kernel",
     "quack": "quack-kernels",
@@ -127,7 +121,7 @@ def _packages() -> Iterator[Finding]:
     for name in PACKAGES:
         if name == "aiter":
             continue
-        version = _version(_DISTRIBUTIONS.get(name, name)) or "here"
+        version = installed(_DISTRIBUTIONS.get(name, name)) or "here"
         if reasons[name] is None:
             yield Finding("packages", name, "ok", version, "optional")
         else:
@@ -182,7 +176,7 @@ def _notebooks() -> Iterator[Finding]:
         if match is None or match.group(3) not in NOTEBOOK_EXTRAS:
             continue
         name, least, extra = match.groups()
-        found = _version(name)
+        found = installed(name)
         good = found is not None and _numbers(found) >= _numbers(least)
         todo = "" if good else f"pip install 'mlakit[{extra}]'"
         state = "ok" if good else "missing"

@@ -128,15 +128,10 @@ def device_arch(device: str) -> str:
 
 
 def machine_fields() -> dict:
-    """The fields of a context that an AMD machine decides: AITER, HIP's version, switches."""
-    import torch
-
-    hip = torch.version.hip or ""
-    parts = hip.split("-")[0].split(".")[:2]
+    """The fields of a context that an AMD machine decides: AITER and switches."""
     return {
         "use_aiter": aiter_in_use(),
         "aiter_api": aiter_api.find().generation if vendor() == "amd" else "none",
-        "hip_version": tuple(int(p) for p in parts if p.isdecimal()),
         "switches": frozenset(
             s.name if s.on else f"{s.name}=0"
             for s in switches.read_all()
@@ -157,6 +152,13 @@ def here(device: str = "cpu") -> Context:
     return Context(arch=arch, packages=packages(), **fields)
 
 
+def weight_dtype_for(arch: str, dtype: str, quant: str) -> str:
+    """The dtype of a q_b_proj that reads q as ``quant``."""
+    if quant in ("none", "mxfp4"):
+        return dtype if quant == "none" else quant
+    return archs.fp8_format(arch) or dtype
+
+
 def context_for(cell: Cell, device: str = "cpu") -> Context:
     """The context in which ``cell`` is run on ``device``.
 
@@ -168,8 +170,6 @@ def context_for(cell: Cell, device: str = "cpu") -> Context:
     """
     is_here = cell.arch == device_arch(device)
     fields = machine_fields() if is_here and cell.arch.startswith("gfx") else {}
-    native = None if cell.quant == "none" else archs.fp8_format(cell.arch)
-    weight = {"none": cell.dtype, "mxfp4": "mxfp4"}.get(cell.quant, native or cell.dtype)
     return Context(
         arch=cell.arch,
         m=cell.m,
@@ -177,7 +177,7 @@ def context_for(cell: Cell, device: str = "cpu") -> Context:
         kv_lora_rank=cell.kv_lora_rank,
         dtype=cell.dtype,
         norm_weight_dtype=cell.norm_weight_dtype or cell.dtype,
-        weight_dtype=weight,
+        weight_dtype=weight_dtype_for(cell.arch, cell.dtype, cell.quant),
         block_scale=cell.quant != "fp8_token",
         quant=cell.quant,
         layout=cell.layout,

@@ -77,9 +77,9 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Switch:
     return Switch(name, value, "default" if found is None else "env", text, error)
 
 
-def read_all(environ: Mapping[str, str] | None = None) -> tuple[Switch, ...]:
+def read_all() -> tuple[Switch, ...]:
     """Every known switch, set or not. Never raises."""
-    return tuple(read(name, environ) for name in KNOWN)
+    return tuple(map(read, KNOWN))
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
@@ -88,15 +88,15 @@ def check(environ: Mapping[str, str] | None = None) -> None:
     Raises:
         MisuseError: one line, of the first such switch.
     """
-    for switch in read_all(environ):
+    for switch in (read(name, environ) for name in KNOWN):
         if switch.error:
             raise MisuseError(switch.error)
 
 
-def aiter_forbidden(environ: Mapping[str, str] | None = None) -> str | None:
+def aiter_forbidden() -> str | None:
     """One line if an AITER switch is set to 0 or to nonsense: then AITER is never imported."""
     for name in AITER_SWITCHES:
-        switch = read(name, environ)
+        switch = read(name)
         if switch.error:
             return switch.error
         if switch.origin == "env" and not switch.on:
@@ -113,9 +113,9 @@ def overridden_arch(environ: Mapping[str, str] | None = None) -> str | None:
     return f"gfx{major}{minor:x}{stepping:x}"
 
 
-def built_archs(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def built_archs() -> tuple[str, ...]:
     """The archs that GPU_ARCHS names; empty when unset, ``native`` or nonsense."""
-    switch = read("GPU_ARCHS", environ)
+    switch = read("GPU_ARCHS")
     if switch.error or switch.value.strip().lower() in ("", "native"):
         return ()
     parts = re.split(r"[;,\s]+", switch.value.strip())

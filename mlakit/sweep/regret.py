@@ -9,11 +9,10 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from mlakit import archs
 from mlakit.context import Context
-from mlakit.datafiles import data_dir
 from mlakit.dispatch import policies
 from mlakit.dispatch.choice import OUTSIDE
+from mlakit.dispatch.probe import weight_dtype_for
 from mlakit.errors import MisuseError, RefusedError, unknown
 from mlakit.sweep.tune import candidates
 
@@ -45,18 +44,15 @@ class Regret:
 
 def context_of(cell: dict) -> Context:
     """The context in which a timing row's call was made."""
-    native = None if cell["quant"] == "none" else archs.fp8_format(cell["arch"])
-    weight = {"none": cell["dtype"], "mxfp4": "mxfp4"}.get(cell["quant"], native or cell["dtype"])
+    arch, dtype, quant = cell["arch"], cell["dtype"], cell["quant"]
     return Context(
-        arch=cell["arch"],
-        m=int(cell["m"]),
-        q_lora_rank=int(cell["q_lora_rank"]),
-        kv_lora_rank=int(cell["kv_lora_rank"]),
-        dtype=cell["dtype"],
-        norm_weight_dtype=cell["dtype"],
-        weight_dtype=weight,
-        block_scale=cell["quant"] != "fp8_token",
-        quant=cell["quant"],
+        arch=arch,
+        **{name: int(cell[name]) for name in ("m", "q_lora_rank", "kv_lora_rank")},
+        dtype=dtype,
+        norm_weight_dtype=dtype,
+        weight_dtype=weight_dtype_for(arch, dtype, quant),
+        block_scale=quant != "fp8_token",
+        quant=quant,
         capture=cell["clock"] == "graph",
     )
 
@@ -132,10 +128,9 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
 
 def held_out() -> pd.DataFrame:
     """The committed timing rows that no table was tuned on and no model was fitted to."""
-    from mlakit.sweep.store import read_rows
+    from mlakit.sweep.store import read_rows, recorded_files
 
-    files = sorted((data_dir() / "recorded").glob("*/heldout/*.parquet"))
-    frames = [read_rows(f) for f in files if not f.stem.endswith("samples")]
+    frames = [read_rows(f) for f in recorded_files("*/heldout/*.parquet")]
     return pd.concat(frames, ignore_index=True)
 
 

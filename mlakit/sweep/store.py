@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mlakit import __version__
-from mlakit.datafiles import read_json
+from mlakit.datafiles import data_dir, read_json
 from mlakit.errors import MisuseError, unknown
 from mlakit.records import SCHEMA_VERSION, Cell, check_row
 from mlakit.sweep.parquet import COLUMNS, migrate, read_file, replace_whole, schema, write_table
@@ -120,6 +120,12 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     frame = merged.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     frame.attrs["damaged"] = damaged
     return frame
+
+
+def recorded_files(pattern: str = "*/*.parquet") -> list[Path]:
+    """The committed files of timing rows, below ``data/recorded``."""
+    files = sorted((data_dir() / "recorded").glob(pattern))
+    return [f for f in files if not f.stem.endswith(("accuracy", "samples"))]
 
 
 def read_samples(run_dir: str | Path, cell_id: str | None = None):

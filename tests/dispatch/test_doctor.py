@@ -67,7 +67,7 @@ def test_versions_are_compared_as_numbers(monkeypatch):
               "dask>=1; extra == 'dask'"]  # fmt: skip
     monkeypatch.setattr(module.importlib.metadata, "requires", lambda name: wanted)
     found = {"papermill": "2.10.0", "nbclient": "0.9.9"}
-    monkeypatch.setattr(module, "_version", found.get)
+    monkeypatch.setattr(module, "installed", found.get)
     states = {f.subject: f.state for f in module._notebooks()}
     assert states == {"papermill": "ok", "nbclient": "missing"}
 
