@@ -13,14 +13,6 @@ from mlakit.datafiles import data_dir, read_table
 from mlakit.records import CONTROLS, TIMING_COLUMNS
 from mlakit.shapes import parse_hidden
 
-BIAS_LIMIT = 1e-4
-"""Above this a signed bias is called one; on fewer than 100,000 elements noise reaches it."""
-BIAS_ELEMENTS = 100_000
-
-PDL_M = 128
-"""``triton_fused`` launches early up to this M on NVIDIA cards that can (sm_90 on); see
-``mlakit.paths.triton_config.heuristic``."""
-
 FEW_ROUNDS = 20
 """Below this many rounds a comparison of two runs is called uncertain."""
 
@@ -45,7 +37,7 @@ def story_contexts(arch: str) -> list[tuple[str, Context]]:
             ("BF16 weights, graph capture, second stream", _captured(base)),
         ]
     # "pair" is the generation that the fix's own release was written for.
-    base |= {"use_aiter": True, "aiter_api": "pair", "hip_version": (7, 2)}
+    base |= {"use_aiter": True, "aiter_api": "pair"}
     found = [
         ("no AITER, BF16 weights", Context(arch=arch, m=64)),
         ("AITER on, BF16 weights", Context(**base)),
@@ -125,10 +117,9 @@ def rows(
 
 @cache
 def _recorded() -> pd.DataFrame:
-    from mlakit.sweep.store import read_rows
+    from mlakit.sweep.store import read_rows, recorded_files
 
-    files = sorted((data_dir() / "recorded").glob("*/*.parquet"))
-    frames = [read_rows(f) for f in files if not f.stem.endswith(("accuracy", "samples"))]
+    frames = [read_rows(f) for f in recorded_files()]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=TIMING_COLUMNS)
 
 
@@ -167,11 +158,6 @@ def not_run(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 # ---- sentences
-
-
-def _overlaps(arch: str) -> bool:
-    base = archs.base_name(arch)
-    return base.startswith("sm_") and int(base[3:]) >= 90
 
 
 def stretches(picks: Iterable[tuple[int, str]]) -> str:
@@ -229,10 +215,12 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
         f"{name} against the best unfused path of each cell: {', '.join(dict.fromkeys(parts))} "
         "(paired medians, 95 % intervals)."
     )
-    if (top["path_ran"].eq("triton_fused") & top["m"].le(PDL_M) & _overlaps(arch)).any():
+    early = top[top["config"].fillna("").str.contains('"pdl": true')]
+    if len(early):
+        batches = ", ".join(f"M={m}" for m in early["m"])
         sentences.append(
-            f"Up to M = {PDL_M} triton_fused overlaps the launches beside it (programmatic "
-            "dependent launch): its ratio there is of launches in a stream."
+            f"At {batches} {name} overlaps the launches beside it (programmatic dependent launch): "
+            "its ratio there is of launches in a stream."
         )
     busy = top["flags"].fillna("").str.contains("busy-host")
     if busy.any():
@@ -249,6 +237,8 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
 
 def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     """What the accuracy rows of one arch say: rounding share, largest step, bias."""
+    from mlakit.drift.ulp import BIAS_FLAG, BIAS_MIN_ELEMENTS
+
     rows = frame[frame["share_correct"].notna()]
     if rows.empty:
         reasons = sorted(set(not_run(frame)["reason"])) or ["nothing was asked for"]
@@ -256,9 +246,9 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     found: dict[str, list[str]] = {}
     finite = rows[rows["input_family"] != "nonfinite"]
     for (path, evidence), part in finite.groupby(["path_ran", "evidence"], sort=False):
-        enough = part[part["elements"] >= BIAS_ELEMENTS]
+        enough = part[part["elements"] >= BIAS_MIN_ELEMENTS]
         biased = enough[
-            (enough["signed_bias"].abs() > BIAS_LIMIT)
+            (enough["signed_bias"].abs() > BIAS_FLAG)
             & (enough["signed_bias"].abs() > 3 * enough["bias_se"])
         ]
         text = (

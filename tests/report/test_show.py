@@ -52,6 +52,15 @@ def test_no_speedup_is_stated_where_no_fused_path_ran():
     assert "times (" not in text
 
 
+def test_launches_that_overlap_are_told_of_where_the_config_says_so():
+    row = {"path_requested": "triton_fused", "path_ran": "triton_fused", "p50_us": 5.0, "n": 40}
+    row |= {"ratio": 1.5, "ratio_lo": 1.4, "ratio_hi": 1.6}
+    configs = {64: '{"pdl": true}', 1024: '{"pdl": false}', 4096: '{"pdl": true}'}
+    frame = timing(*(row | {"m": m, "config": config} for m, config in configs.items()))
+    said = chapters.speed_verdict(frame, "sm_90")
+    assert any(s.startswith("At M=64, M=4096 triton_fused overlaps") for s in said)
+
+
 def test_an_absent_arch_gets_a_reason_instead_of_a_number():
     frame = timing(
         {
