@@ -133,6 +133,12 @@ class Cell:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def columns(self) -> dict:
+        """The columns of a row that say which cell it is of."""
+        names = "model q_lora_rank kv_lora_rank m dtype quant layout clock cache".split()
+        return {"cell_id": self.id} | {name: getattr(self, name) for name in names}
+
     def to_json(self) -> dict:
         """A plain dict that ``Cell.from_json`` takes back."""
         return asdict(self)

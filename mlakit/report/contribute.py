@@ -78,7 +78,7 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
     provenance = {
         "environment": scrub.values(record["environment"]),
         "started_at": record["started_at"],
-        "grid": {k: v for k, v in GRID.items()},
+        "grid": GRID,
         "rows_sha256": rows_hash(frame),
     }
     table = pq.read_table(exported)
@@ -133,7 +133,7 @@ def validate(file: str | Path) -> pd.DataFrame:
         raise MisuseError(f"{file.name}: its rows are not those that were recorded (hash differs)")
     for row in frame.to_dict("records"):
         try:
-            check_row({k: None if _missing(v) else v for k, v in row.items()})
+            check_row({k: None if pd.isna(v) else v for k, v in row.items()})
         except ValueError as error:
             raise MisuseError(f"{file.name}: {error}") from None
     _check_figures(frame)
@@ -149,10 +149,6 @@ def validate(file: str | Path) -> pd.DataFrame:
 def _texts(frame: pd.DataFrame) -> list[str]:
     """The schema's text columns; a dtype's name for text changed between pandas 2 and 3."""
     return [c for c in frame.columns if c in TEXT_COLUMNS]
-
-
-def _missing(value: object) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and value != value)
 
 
 def _check_figures(frame: pd.DataFrame) -> None:
@@ -204,7 +200,5 @@ def ingest(file: str | Path, into: str | Path | None = None) -> Path:
         if there.read_bytes() == Path(file).read_bytes():
             raise MisuseError(f"{Path(file).name} is filed already, as {there.name}")
     name = f"{ok['started_at'].min()[:10]}-contributed-{rows_hash(frame)[:8]}.parquet"
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{name}.tmp"
-    temporary.write_bytes(Path(file).read_bytes())
-    return temporary.rename(folder / name)
+    parquet.replace_whole(folder / name, lambda there: there.write_bytes(Path(file).read_bytes()))
+    return folder / name

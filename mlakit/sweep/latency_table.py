@@ -20,6 +20,7 @@ from mlakit.sweep.calibrate import (
     usable,
     with_error,
 )
+from mlakit.sweep.parquet import replace_whole
 
 
 def lines(arch: str, device: str, what: str, source: str, values: Mapping, path: str = ""):
@@ -151,23 +152,20 @@ def published_lines(share_of_peak: float) -> list[dict]:
 
 def write(found: Iterable[dict], path: str | Path | None = None) -> Path:
     """Write ``data/latency.csv``, whole or not at all; the file."""
-    target = Path(path or data_dir() / "latency.csv")
-    temporary = target.with_suffix(".tmp")
-    pd.DataFrame(list(found)).to_csv(temporary, index=False)
-    temporary.replace(target)
+    target, frame = Path(path or data_dir() / "latency.csv"), pd.DataFrame(list(found))
+    replace_whole(target, lambda temporary: frame.to_csv(temporary, index=False))
     return target
 
 
 def recorded_frames() -> dict[str, pd.DataFrame]:
     """Committed timing rows by folder; by file for CPUs, whose files may differ in threads."""
-    from mlakit.sweep.store import read_rows
+    from mlakit.sweep.store import read_rows, recorded_files
 
     found: dict[str, list] = {}
-    for file in sorted((data_dir() / "recorded").glob("*/*.parquet")):
-        if not file.stem.endswith(("accuracy", "samples")):
-            frame = read_rows(file)
-            cpu = bool((frame["arch"] == "cpu").all())
-            found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
+    for file in recorded_files():
+        frame = read_rows(file)
+        cpu = bool((frame["arch"] == "cpu").all())
+        found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
     return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
 
 

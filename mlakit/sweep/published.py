@@ -9,12 +9,7 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.datafiles import data_dir
-from mlakit.sweep.calibrate import (
-    fit,
-    known,
-    predict,
-    with_error,
-)
+from mlakit.sweep.calibrate import fit, known, predict, with_error
 
 PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
 """Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from mlakit.datafiles import data_dir
 from mlakit.dispatch import table
 from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS
+from mlakit.sweep.parquet import replace_whole
 
 HYSTERESIS = 0.01
 """A path that is within this share of the fastest keeps its place: two paths that are level would
@@ -71,12 +71,7 @@ def build(frame: pd.DataFrame, source: str) -> list[dict]:
 def write(arch: str, lines: list[dict], folder: str | Path | None = None) -> Path:
     """Write an arch's table, whole or not at all; the file."""
     target = Path(folder or data_dir() / "dispatch") / f"{base_name(arch)}.csv"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(".tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, table.COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-    temporary.replace(target)
+    frame = pd.DataFrame(lines, columns=table.COLUMNS)
+    replace_whole(target, lambda temporary: frame.to_csv(temporary, index=False))
     table.ladders.cache_clear()
     return target

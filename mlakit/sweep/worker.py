@@ -96,21 +96,12 @@ def identity(cell: Cell, run: str, env: dict, device: str | None = None) -> dict
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run,
-        "cell_id": cell.id,
         "started_at": now(),
         "evidence": "measured",
         "source": "this run",
         **found,
-        "model": cell.model,
+        **cell.columns,
         "hidden_size": model(cell.model).hidden_size if cell.model else None,
-        "q_lora_rank": cell.q_lora_rank,
-        "kv_lora_rank": cell.kv_lora_rank,
-        "m": cell.m,
-        "dtype": cell.dtype,
-        "quant": cell.quant,
-        "layout": cell.layout,
-        "clock": cell.clock,
-        "cache": cell.cache,
     }
 
 

@@ -88,11 +88,8 @@ class LoopLane:
 
     def poison(self) -> None:
         """Leave NaN in the memory that the next call's outputs are likely to get."""
-        outs = [o for _, out in self.seen for o in tensors(out)]
+        _fill_with_nan(self.seen)
         self.seen = []
-        for tensor in outs:
-            if tensor.is_floating_point() and tensor.element_size() > 1:
-                tensor.fill_(float("nan"))
 
 
 class GraphLane:
@@ -128,10 +125,7 @@ class GraphLane:
 
     def poison(self) -> None:
         """NaN into every output that is looked at."""
-        for _, out in self.seen:
-            for tensor in tensors(out):
-                if tensor.is_floating_point() and tensor.element_size() > 1:
-                    tensor.fill_(float("nan"))
+        _fill_with_nan(self.seen)
 
 
 class KernelLane(LoopLane):
@@ -154,6 +148,13 @@ class KernelLane(LoopLane):
         self.seen = [(slots[-1], out)]
         self.kernels = tuple(k[0] for k in kernels[: -(-len(kernels) // self.inner)])
         return sum(us for *_, us in kernels) / self.inner
+
+
+def _fill_with_nan(seen: list[tuple[Slot, object]]) -> None:
+    for _, out in seen:
+        for tensor in tensors(out):
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor.fill_(float("nan"))
 
 
 def tensors(out: object) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ def copy_triton(
     """
     from mlakit.paths.triton_copy_kernels import copy_kernel
 
-    q_out, k_out = out or (_fresh(q), _fresh(k))
+    q_out, k_out = out or (q.new_empty(q.shape), k.new_empty(k.shape))
     m, nq, nk = k.shape[0], q.shape[1], k.shape[1]
     num_warps, q_warps, k_warps = warps
     grid = -(-m // (num_warps // k_warps)) + (-(-m // (num_warps // q_warps)) if nq else 0)
@@ -73,12 +73,8 @@ def copy_triton(
 
 def copy_torch(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """The same through torch, one copy a part; the weights are not read."""
-    q_out, k_out = out or (_fresh(q), _fresh(k))
+    q_out, k_out = out or (q.new_empty(q.shape), k.new_empty(k.shape))
     return q_out.copy_(q), k_out.copy_(k)
-
-
-def _fresh(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def empty_python(*args, out=None):

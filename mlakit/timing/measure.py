@@ -81,15 +81,11 @@ def _identity(cell: Cell, device: str, run: dict) -> dict:
     columns = "device device_id vendor arch arch_raw driver torch triton mlakit git_sha".split()
     identity = {
         "schema_version": SCHEMA_VERSION,
-        "cell_id": cell.id,
+        **cell.columns,
         "started_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "evidence": "measured",
         "source": "this run",
         **{c: known[c] for c in columns},
-        "model": cell.model,
-        "q_lora_rank": cell.q_lora_rank,
-        "kv_lora_rank": cell.kv_lora_rank,
-        **{c: getattr(cell, c) for c in "m dtype quant layout clock cache".split()},
         "cache_bytes": guard.cache_bytes(device),
     }
     allowed = {"run_id", "source", "hidden_size", "policy", *columns}
