@@ -47,7 +47,9 @@ def context_of(cell: dict) -> Context:
     arch, dtype, quant = cell["arch"], cell["dtype"], cell["quant"]
     return Context(
         arch=arch,
-        **{name: int(cell[name]) for name in ("m", "q_lora_rank", "kv_lora_rank")},
+        m=int(cell["m"]),
+        q_lora_rank=int(cell["q_lora_rank"]),
+        kv_lora_rank=int(cell["kv_lora_rank"]),
         dtype=dtype,
         norm_weight_dtype=dtype,
         weight_dtype=weight_dtype_for(arch, dtype, quant),
