@@ -29,6 +29,15 @@ Arch = Annotated[
     list[str] | None,
     typer.Option("--arch", "-a", help="An arch, or several with commas: cpu,gfx950."),
 ]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")]
+Hidden = Annotated[list[str] | None, typer.Option(help="q+kv widths, with commas: 1536+512.")]
+Batches = Annotated[list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")]
+Dtypes = Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")]
+Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
+Quants = Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")]
+Paths = Annotated[list[str] | None, typer.Option(help="Paths; all by default.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the inputs.")]
+Out = Annotated[str, typer.Option(help="The folder that the run's folder goes into.")]
 
 
 _UsageError = typer.BadParameter.__mro__[2]

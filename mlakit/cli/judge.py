@@ -10,11 +10,13 @@ import typer
 
 from mlakit.archs import check as check_arch
 from mlakit.archs import default_device, devices, vendor_of
+from mlakit.cli import base
 from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
 from mlakit.context import DTYPES
 from mlakit.errors import ExitCode, MisuseError, unknown
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
+Target = Annotated[str, typer.Argument(help="A path's name, or module:function.")]
 
 
 def _where(device: str, dtype: str) -> str:
@@ -49,14 +51,14 @@ def compare(
 @app.command(epilog="Example: mlakit drift --arch cpu --batch 257 --model DeepSeek-V3")
 def drift(
     arch: Arch = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")] = None,
-    hidden: Annotated[list[str] | None, typer.Option(help="q+kv widths, with commas.")] = None,
-    batch: Annotated[list[str] | None, typer.Option("--batch", "-m", help="Rows M.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")] = None,
-    quant: Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
-    out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    model: base.Models = None,
+    hidden: base.Hidden = None,
+    batch: base.Batches = None,
+    dtype: base.Dtypes = None,
+    quant: base.Quants = None,
+    path: base.Paths = None,
+    seed: base.Seed = None,
+    out: base.Out = "runs",
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Only what an absent AMD card's binary computes.")
     ] = False,
@@ -92,9 +94,9 @@ def drift(
 
 @app.command(epilog="Example: mlakit fingerprint cpu_fused")
 def fingerprint(
-    target: Annotated[str, typer.Argument(help="A path's name, or module:function.")],
+    target: Target,
     device: Device = "",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: base.Dtype = "bf16",
     as_json: Json = False,
 ) -> None:
     """Which rounding order a norm uses, by experiments that tell the candidates apart."""
@@ -113,9 +115,9 @@ def fingerprint(
 
 @app.command(epilog="Example: mlakit audit torch_rms_norm; mlakit audit mypackage.kernels:fused")
 def audit(
-    target: Annotated[str, typer.Argument(help="A path's name, or module:function.")],
+    target: Target,
     device: Device = "",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: base.Dtype = "bf16",
     as_json: Json = False,
 ) -> int:
     """A report card of anyone's fused QK norm; exit code 1 if a line fails."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from mlakit.archs import default_device
+from mlakit.cli import base
 from mlakit.cli.base import Json, app, print_rows, whole
 from mlakit.errors import MisuseError
 
@@ -51,8 +53,6 @@ def paths(
 
 def _why_not(path, context) -> str | None:
     """Why a path cannot deliver its own output in ``context``; a quantised path is asked for it."""
-    from dataclasses import replace
-
     try:
         return path.supports(replace(context, quant=path.output))
     except MisuseError as error:
@@ -65,7 +65,7 @@ def explain(
     arch: Annotated[str, typer.Option(help="For this arch instead of this machine.")] = "",
     batch: Annotated[str, typer.Option("--batch", "-m", help="Rows M.")] = "64",
     hidden: Annotated[str, typer.Option(help="q+kv widths or a model's name.")] = "DeepSeek-V3",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: base.Dtype = "bf16",
     weight_dtype: Annotated[str, typer.Option(help="dtype of q_b_proj: bf16, fp8_ocp, ...")] = "",
     quant: Annotated[str, typer.Option(help="none, fp8_group128, fp8_token, mxfp4.")] = "none",
     aiter: Annotated[bool, typer.Option("--aiter", help="AITER is in use there.")] = False,
@@ -97,8 +97,6 @@ def explain(
             arch=arch, use_aiter=aiter, aiter_api=aiter_api if aiter else "none", **asked
         )
     else:
-        from dataclasses import replace
-
         if aiter:
             raise MisuseError("--aiter speaks of a card: name it too, for example --arch gfx950")
         context = replace(probe.here(default_device()), **asked)

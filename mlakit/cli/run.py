@@ -10,6 +10,7 @@ import typer
 
 from mlakit.archs import check as check_arch
 from mlakit.archs import here
+from mlakit.cli import base
 from mlakit.cli.base import Arch, Json, app, given, line, print_rows, progress, split, whole
 from mlakit.errors import ExitCode, MisuseError, unknown
 
@@ -19,26 +20,22 @@ def sweep(
     preset: Annotated[str, typer.Option(help="quick or qk-norm.")] = "",
     spec: Annotated[str, typer.Option(help="A YAML, TOML or JSON file of the same options.")] = "",
     arch: Arch = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")] = None,
-    hidden: Annotated[
-        list[str] | None, typer.Option(help="q+kv widths, with commas: 1536+512.")
-    ] = None,
-    batch: Annotated[
-        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
-    ] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")] = None,
-    quant: Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")] = None,
+    model: base.Models = None,
+    hidden: base.Hidden = None,
+    batch: base.Batches = None,
+    dtype: base.Dtypes = None,
+    quant: base.Quants = None,
     layout: Annotated[list[str] | None, typer.Option(help="split, contiguous.")] = None,
     clock: Annotated[list[str] | None, typer.Option(help="cpu, graph, kernel, eager.")] = None,
     cache: Annotated[list[str] | None, typer.Option(help="cold, hot.")] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Paths; all by default.")] = None,
+    path: base.Paths = None,
     measure: Annotated[list[str] | None, typer.Option(help="timing, accuracy.")] = None,
     budget_s: Annotated[float | None, typer.Option(help="Seconds of sampling a cell.")] = None,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Seconds a cell may take in all.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the inputs.")] = None,
-    out: Annotated[str, typer.Option(help="The folder that the run's folder goes into.")] = "runs",
+    seed: base.Seed = None,
+    out: base.Out = "runs",
     resume: Annotated[str, typer.Option(help="Go on with the run in this folder.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Resume in another environment.")] = False,
     retry: Annotated[
@@ -104,13 +101,11 @@ def report(
     model: Annotated[
         list[str] | None, typer.Option("--model", help="Models, or q+kv widths.")
     ] = None,
-    batch: Annotated[
-        list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")
-    ] = None,
+    batch: base.Batches = None,
     drift_batch: Annotated[
         list[str] | None, typer.Option(help="Rows M of the accuracy, with commas.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: base.Dtype = "bf16",
     policy: Annotated[str, typer.Option(help="The rule to explain.")] = "mlakit",
     notebook: Annotated[
         list[str] | None, typer.Option(help="Only these, for example 02_speed.")
