@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from mlakit import archs
-from mlakit.context import Context
 from mlakit.dispatch.probe import context_for
 from mlakit.drift.ulp import Drift, compare, ulps
 from mlakit.errors import MisuseError, one_line
@@ -58,7 +57,7 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -
         if reason:
             rows.append(_row(base, name, status="skipped", reason=reason))
         else:
-            rows += _path_rows(base, path, cell, context, device)
+            rows += _path_rows(base, path, cell, device)
     if absent and archs.vendor_of(cell.arch) == "amd":
         rows += emulated_rows(cell)
         if "triton_fused" in cell.paths and cell.quant == "none":
@@ -73,14 +72,9 @@ def _is_here(arch: str, device: str) -> bool:
 
 
 def _identity(cell: Cell, run: dict | None) -> dict:
-    kept = "q_lora_rank kv_lora_rank m dtype quant layout clock cache arch seed".split()
-    return {k: getattr(cell, k) for k in kept} | {
-        **(run or {}),
-        "cell_id": cell.id,
-        "vendor": archs.vendor_of(cell.arch),
-        "model": cell.model or None,
-        "evidence": "measured",
-    }
+    where = {"arch": cell.arch, "vendor": archs.vendor_of(cell.arch), "seed": cell.seed}
+    which = cell.columns | {"model": cell.model or None, "evidence": "measured"}
+    return where | (run or {}) | which
 
 
 def _row(base: dict, path: str, **more) -> dict:
@@ -112,9 +106,7 @@ def _inputs(cell: Cell, family: str, device: str) -> tuple[Inputs, torch.Tensor]
     return replace(distinct, buffer=buffer, q=q, k=k), judged
 
 
-def _path_rows(
-    base: dict, path: registry.Path, cell: Cell, context: Context, device: str
-) -> list[dict]:
+def _path_rows(base: dict, path: registry.Path, cell: Cell, device: str) -> list[dict]:
     rows = []
     for family in FAMILIES:
         try:
@@ -125,15 +117,8 @@ def _path_rows(
         except Exception as error:
             # whatever a path raises is its row's status; the cell's other paths go on
             lost = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            rows.append(
-                _row(
-                    base,
-                    path.name,
-                    status="oom" if lost else "failed",
-                    reason=one_line(error),
-                    input_family=family,
-                )
-            )
+            why = {"status": "oom" if lost else "failed", "reason": one_line(error)}
+            rows.append(_row(base, path.name, input_family=family, **why))
             continue
         rows += _output_rows(base, path, cell, given, (q_out, k_out), judged, input_family=family)
     return rows
@@ -145,12 +130,12 @@ def _output_rows(base, path, cell: Cell, given: Inputs, outputs, judged, **more)
     parts = (("q", outputs[0], given.q, given.q_weight), ("k", outputs[1], given.k, given.k_weight))
     for output, got, x, weight in parts:
         if x.shape[-1]:
-            found = _judge(path, output, got, x[judged], weight, cell, judged) | more
+            found = _judge(path, got, x[judged], weight, cell, judged) | more
             rows.append(_row(base, path.name, output=output, **found))
     return rows
 
 
-def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
+def _judge(path, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
     """Status, figures and flags of one output. x and the judged rows of ``got``: (rows, N)."""
     want = oracle(x, weight, cell.eps)
     rounding = path.rounding_on(cell.arch, cell.dtype)
@@ -170,11 +155,8 @@ def _judge(path, output, got, x, weight, cell: Cell, judged: torch.Tensor) -> di
     note = f"{int(off.max())} ulp from its declared rounding at most" if wrong else None
     if not path.timed and x.device.type == "cpu":
         note = "; ".join(filter(None, ("interpreter: correctness only", note)))
-    return (
-        common
-        | drift.figures()
-        | {"status": "wrong" if wrong else "ok", "flags": flags, "note": note}
-    )
+    status = "wrong" if wrong else "ok"
+    return common | drift.figures() | {"status": status, "flags": flags, "note": note}
 
 
 def _judge_quantised(quant, got, x, weight, eps: float, judged: torch.Tensor) -> dict:
@@ -197,15 +179,11 @@ def _judge_quantised(quant, got, x, weight, eps: float, judged: torch.Tensor) ->
 
 
 def _flags(drift: Drift) -> str | None:
-    flags = []
-    if drift.nonfinite_mismatch:
-        flags.append("nonfinite")
-    if drift.biased:
-        flags.append("biased")
+    flags = ["nonfinite"] * bool(drift.nonfinite_mismatch) + ["biased"] * drift.biased
     return ",".join(flags) or None
 
 
-def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict]:
+def emulated_rows(cell: Cell) -> list[dict]:
     """AITER's dual norm on ``cell.arch`` by a rounding formula: another card's arithmetic, here.
 
     AITER stores BF16 by truncation on gfx942 and older, and by the hardware's rounding convert on
@@ -223,7 +201,7 @@ def emulated_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
     note = f"by a rounding formula ({rounding}), not run on {cell.arch}"
     rows = []
-    for family in families:
+    for family in FAMILIES:
         given, judged = _inputs(small, family, "cpu")
         formula, kind = ROUNDINGS[rounding].formula, TORCH_DTYPES[cell.dtype]
         q_out, k_out = (

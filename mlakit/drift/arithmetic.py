@@ -28,13 +28,13 @@ _SCALES = (2.0**-6, 2.0**-13, 2.0**-16)
 
 
 def probe(
-    m: int, n: int, dtype: str, device: str, seed: int = 0, scales: tuple[float, ...] = _SCALES
+    m: int, n: int, dtype: str, device: str, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x (m, n): integers of -127 to 127 times a power of two by row; non-unit weight (n,)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(1, 128, (m, n), generator=generator).float()
     x *= torch.randint(0, 2, (m, n), generator=generator) * 2 - 1
-    x *= torch.tensor(scales).repeat(-(-m // len(scales)))[:m, None]
+    x *= torch.tensor(_SCALES).repeat(-(-m // len(_SCALES)))[:m, None]
     weight = 1 + 0.25 * torch.randn(n, generator=generator)
     kind = TORCH_DTYPES[dtype]
     return x.to(kind).to(device), weight.to(kind).to(device)

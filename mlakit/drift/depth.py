@@ -21,6 +21,10 @@ from mlakit.paths import registry
 
 DIMS = mla.Dims(512, 8, 192, 128, nope=32, rope=16, v=32)
 """DeepSeek-V3's proportions at a size that a CPU runs 61 layers of in seconds"""
+VOCABULARY = 2048
+"""rows of the seeded output matrix"""
+GAIN = 0.25
+"""size of what a layer adds, against a residual of size 1"""
 LAWS = ("square root", "linear", "exponential")
 
 
@@ -53,7 +57,7 @@ class Depth:
     size_floor: np.ndarray
     """the largest magnitude that it has between orders"""
     top1_flips: float
-    """share of tokens whose best of ``vocabulary`` differs"""
+    """share of tokens whose best of ``VOCABULARY`` differs"""
     top1_floor: float
     kl: float
     """mean Kullback-Leibler divergence of b's distribution from a's, in nats"""
@@ -91,12 +95,9 @@ def divergence(
     *,
     layers: int = 61,
     tokens: int = 64,
-    dims: mla.Dims = DIMS,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     orders: int = 3,
-    vocabulary: int = 2048,
-    gain: float = 0.25,
     seed: int = 0,
 ) -> Depth:
     """Run the same seeded tokens through the same seeded layers with steps ``a`` and ``b``.
@@ -106,12 +107,9 @@ def divergence(
         b: the other one.
         layers: of attention with a residual; there are no MLPs.
         tokens: of one sequence, attended causally.
-        dims: the layers' sizes.
         dtype: of weights and activations.
         device: where to run.
         orders: orders of the products' sums that make the floor, 1 at least.
-        vocabulary: rows of the seeded output matrix.
-        gain: size of what a layer adds, against a residual of size 1.
         seed: of everything.
 
     Raises:
@@ -120,16 +118,16 @@ def divergence(
     if orders < 1 or layers < 2:
         raise MisuseError(f"{orders} orders, {layers} layers: give 1 and 2 at least")
     generator = torch.Generator(device).manual_seed(seed)
-    made = [mla.random_layer(dims, generator, dtype, gain) for _ in range(layers)]
+    made = [mla.random_layer(DIMS, generator, dtype, GAIN) for _ in range(layers)]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    hidden, head = normal(tokens, dims.hidden_size), normal(vocabulary, dims.hidden_size)
+    hidden, head = normal(tokens, DIMS.hidden_size), normal(VOCABULARY, DIMS.hidden_size)
     step_a, step_b = _step(a), _step(b)
-    base = _run(hidden, made, dims, step_a)
-    other = _run(hidden, made, dims, step_b)
-    floors = [_run(hidden, made, dims, step_a, seed + 1 + n) for n in range(orders)]
+    base = _run(hidden, made, step_a)
+    other = _run(hidden, made, step_b)
+    floors = [_run(hidden, made, step_a, seed + 1 + n) for n in range(orders)]
     rel_l2, size = _apart(base, other)
     noise = [_apart(base, run) for run in floors]
     flips, kl = _ends(base[-1], other[-1], head)
@@ -152,8 +150,9 @@ def _step(step: str | Callable) -> Callable:
 
 
 @torch.no_grad()
-def _run(hidden, layers, dims, step, order: int | None = None) -> list[torch.Tensor]:
+def _run(hidden, layers, step, order: int | None = None) -> list[torch.Tensor]:
     """The residual after each layer. ``order`` seeds a permutation of each qkv_a and o sum."""
+    dims = DIMS
     tables = mla.rope_tables(torch.arange(len(hidden), device=hidden.device), dims.rope)
     shuffle = None if order is None else torch.Generator().manual_seed(order)
     after = []

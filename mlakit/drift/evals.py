@@ -57,22 +57,20 @@ def verdict_of(z: float) -> str:
     return REAL if size >= Z_REAL else INCONCLUSIVE if size >= Z_INCONCLUSIVE else NO_EVIDENCE
 
 
-def detectable(accuracy: float, n: float, power: float = 0.8) -> float:
+def detectable(accuracy: float, n: float) -> float:
     """The smallest difference near ``accuracy`` that two runs of n questions call real.
 
-    ``(1.96 + z_power) * sqrt(2 p (1 - p) / n)``: 0.028 near 0.93 for n = 1319.
+    ``(1.96 + 0.84) * sqrt(2 p (1 - p) / n)``, with 80 % power: 0.028 near 0.93 for n = 1319.
     """
     from scipy.stats import norm
 
-    return (Z_REAL + float(norm.ppf(power))) * math.sqrt(2 * accuracy * (1 - accuracy) / n)
+    return (Z_REAL + float(norm.ppf(0.8))) * math.sqrt(2 * accuracy * (1 - accuracy) / n)
 
 
 def significance(
     a: float | int | str | Path | None,
     b: float | int | str | Path | None,
     n: int | None = None,
-    *,
-    n_b: int | None = None,
 ) -> Judgement:
     """Judge a score ``a`` (the baseline) against a score ``b``.
 
@@ -93,7 +91,7 @@ def significance(
     if isinstance(a, str | Path) and isinstance(b, str | Path):
         return paired(read_results(a), read_results(b))
     p_a, n_a = _score(a, n)
-    p_b, n_b = _score(b, n_b or n)
+    p_b, n_b = _score(b, n)
     return _two_proportions(p_a, n_a, p_b, n_b)
 
 

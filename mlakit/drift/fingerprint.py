@@ -49,21 +49,19 @@ class Fingerprint:
         return " | ".join(sorted(self.names)) or "none of these"
 
 
-def first_of_pair(call: Callable, k_width: int = 64) -> Norm:
+def first_of_pair(call: Callable) -> Norm:
     """A path's q norm as fn(x, weight, eps); the k it is given is a constant."""
-    return _part(call, 0, k_width)
+    return _part(call, 0)
 
 
-def second_of_pair(call: Callable, q_width: int = 64) -> Norm:
+def second_of_pair(call: Callable) -> Norm:
     """A path's k norm as fn(x, weight, eps); the q it is given is a constant."""
-    return _part(call, 1, q_width)
+    return _part(call, 1)
 
 
-def _part(call: Callable, index: int, other_width: int) -> Norm:
+def _part(call: Callable, index: int) -> Norm:
     def norm(x, weight, eps):
-        other = x.new_ones(x.shape[0], other_width)
-        own = (x, weight, eps)
-        rest = (other, weight.new_ones(other_width), 1e-6)
+        own, rest = (x, weight, eps), (x.new_ones(x.shape[0], 64), weight.new_ones(64), 1e-6)
         return call(*own, *rest)[0] if index == 0 else call(*rest, *own)[1]
 
     return norm

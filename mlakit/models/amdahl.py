@@ -68,9 +68,7 @@ def tokens(
     )
 
 
-def saving(
-    before: Interval | float, after: Interval | float, layers: int, batch: int = 1
-) -> Saving:
+def saving(before: Interval | float, after: Interval | float, layers: int) -> Saving:
     """What a layer must have saved for ``before`` tokens/s to become ``after``.
 
     Published figures have no samples: their interval here is only that of their last digit, which
@@ -80,10 +78,9 @@ def saving(
         MisuseError: a throughput of 0 or less.
     """
     old, new = _interval(before), _interval(after)
-    if min(old.lo, new.lo) <= 0 or layers < 1 or batch < 1:
-        raise MisuseError("throughputs, layers and batch must all be above 0")
-    work = 1e6 * batch
-    step = _propagate(lambda a, b: work / a - work / b, old, new)
+    if min(old.lo, new.lo) <= 0 or layers < 1:
+        raise MisuseError("throughputs and layers must all be above 0")
+    step = _propagate(lambda a, b: 1e6 / a - 1e6 / b, old, new)
     layer = Interval(*(v / layers for v in (step.value, step.lo, step.hi)))
     text = (
         f"{old.value:g} to {new.value:g} token/s is {step.value:.0f} us a step "

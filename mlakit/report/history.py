@@ -75,18 +75,18 @@ def entries(root: str | Path = "runs") -> list[Entry]:
     return sorted(found, key=lambda e: e.started_at or e.name)
 
 
-def history(root: str | Path = "runs", baseline: str = "", smallest: float = 0.03) -> list[Entry]:
+def history(root: str | Path = "runs", baseline: str = "") -> list[Entry]:
     """Every run below ``root`` against the baseline: the one named, pinned, or the oldest ``ok``.
 
     Raises:
-        MisuseError: no run there, no usable baseline, or ``smallest`` is no share.
+        MisuseError: no run there, or no usable baseline.
     """
     runs = entries(root)
     base, _ = _baseline(root, runs, baseline)
     done = []
     for e in runs:
         try:
-            found, note = compare(base.rows_in, e.rows_in, smallest=smallest), ""
+            found, note = compare(base.rows_in, e.rows_in), ""
             if not found.changes:
                 found, note = None, "no cell of it has samples to compare"
         except (MisuseError, FileNotFoundError) as error:

@@ -154,9 +154,9 @@ def gains(saved: Interval, layers: int, speeds: tuple[float, ...]) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
-def savings(rows: pd.DataFrame, batch: int = 1) -> dict[str, Interval]:
-    """By lane: us a layer saved against two F.rms_norm in the stack, where it is above none."""
-    part = rows[(rows["batch"] == batch) & (rows["saved_us_lo"] > 0)]
+def savings(rows: pd.DataFrame) -> dict[str, Interval]:
+    """By lane: us a layer saved against two F.rms_norm, where above none, at batch 1."""
+    part = rows[(rows["batch"] == 1) & (rows["saved_us_lo"] > 0)]
     part = part[part["lane"] != stack.DELETED]
     return {r.lane: Interval(r.saved_us, r.saved_us_lo, r.saved_us_hi) for r in part.itertuples()}
 
