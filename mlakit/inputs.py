@@ -10,6 +10,7 @@ from mlakit.errors import unknown
 from mlakit.shapes import Widths
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 FAMILIES = ("normal", "outlier", "tiny", "large", "heavy", "sparse", "zero_rows", "nonfinite")
 
 

@@ -37,6 +37,7 @@ ENCODINGS = {
         Encoding("fp8_fnuz", torch.float8_e4m3fnuz, 240.0, 8),
     )
 }
+BY_DTYPE = {e.dtype: e for e in ENCODINGS.values()}
 
 
 def encoding(name: str) -> Encoding:
