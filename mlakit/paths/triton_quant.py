@@ -152,21 +152,19 @@ def kernel_signature(
         signature,
         chosen,
         attrs,
-        _registers(quant, options_of(config), config),
+        _registers(quant, options_of(config)),
     )
 
 
-def _registers(quant: str, asked: dict[str, object], config: Config) -> dict[str, object]:
-    """The compiler's options. MXFP4 takes 88 registers at ``triton_fused``'s cap, 63 at this one.
+def _registers(quant: str, asked: dict[str, object]) -> dict[str, object]:
+    """The compiler's options. MXFP4 goes without ``triton_fused``'s cap on registers.
 
-    Without a cap (40; 72 with a row in one warp) it took 9.7 us at M = 4096 and 96.5 at 65,536, at
-    that cap 10.6 and 106. This one is not timed yet.
+    With it ptxas takes 88 registers where 40 do, and M = 4096 takes 10.6 us instead of 9.7, 65,536
+    rows 106 instead of 96.5; a cap at 64 spills from 513 to 8192 rows.
     """
-    if quant != "mxfp4":
-        return asked
-    if config.q_warps == 1:  # would spill at 64
+    if quant == "mxfp4":
         return {name: value for name, value in asked.items() if name != "maxnreg"}
-    return asked | ({"maxnreg": 64} if config.q_warps == 2 else {})
+    return asked
 
 
 def refusal_in(context: Context, quant: str) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from quant_oracle import assert_faithful, share_of_codes_changed
 
 from mlakit import inputs, shapes
+from mlakit.codegen import resources
 from mlakit.context import Context
 from mlakit.errors import MisuseError
 from mlakit.formats import fp8, mxfp4
@@ -340,6 +341,11 @@ def test_unfused_pair_interpreted_quantises_the_rounded_norm(quant):
     assert torch.allclose(k_out.double(), oracle(x.k, x.k_weight, x.k_eps), rtol=2**-10, atol=0)
 
 
+def stack_of(cubin: bytes) -> int:
+    """Bytes of stack a thread: what ptxas spills."""
+    return resources._cubin(cubin)[1]
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
 @pytest.mark.parametrize("quant", QUANTS)
 def test_kernel_compiles_for_every_target_without_spills(quant, arch):
@@ -348,7 +354,7 @@ def test_kernel_compiles_for_every_target_without_spills(quant, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for m, normalise in ((1, True), (65536, True), (65536, False)):
+    for m, normalise in ((1, True), (4096, True), (65536, True), (65536, False)):
         config = triton_quant.heuristic(quant, arch, m, 1536, 512)
         function, signature, constexprs, attrs, knobs = triton_quant.kernel_signature(
             quant, config, arch, 1536, 512, normalise=normalise
@@ -358,6 +364,7 @@ def test_kernel_compiles_for_every_target_without_spills(quant, arch):
         source = ASTSource(function, signature, constexprs, attrs)
         asm = triton.compile(source, target=target, options=knobs).asm
         if nvidia:
+            assert stack_of(asm["cubin"]) == 0
             assert "ld.global.v4" in asm["ptx"]
             assert ("cvt.rn.satfinite.e4m3x2" in asm["ptx"]) == (quant != "mxfp4")
         else:
