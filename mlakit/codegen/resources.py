@@ -90,12 +90,10 @@ def isa(compiled: Compiled) -> list[str]:
     return lines
 
 
-def diff(a: Compiled, b: Compiled, registers: bool = False) -> list[str]:
-    """Unified diff of two kernels' instructions; register numbers are masked unless asked for."""
-    texts = [isa(c) for c in (a, b)]
-    if not registers:
-        mask = re.compile(r"(?<=\b[vs])\[?\d+(?::\d+\])?|(?<=%)(\w+?)\d+\b|\.LBB\d+_\d+")
-        texts = [[mask.sub("_", line) for line in text] for text in texts]
+def diff(a: Compiled, b: Compiled) -> list[str]:
+    """Unified diff of two kernels' instructions; register numbers are masked."""
+    mask = re.compile(r"(?<=\b[vs])\[?\d+(?::\d+\])?|(?<=%)(\w+?)\d+\b|\.LBB\d+_\d+")
+    texts = [[mask.sub("_", line) for line in isa(c)] for c in (a, b)]
     return list(difflib.unified_diff(*texts, a.arch, b.arch, lineterm="", n=1))
 
 

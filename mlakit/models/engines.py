@@ -137,7 +137,7 @@ def _quantised(quant, args, values, scale, unquantised, k_out, group_size, trans
         values, scale = values.view(torch.uint8), scale.view(torch.uint8)
         options = Options(unquantised=unquantised is not None, rule="round_up")
     else:
-        encoding = next((e for e in fp8.ENCODINGS.values() if e.dtype is values.dtype), None)
+        encoding = fp8.BY_DTYPE.get(values.dtype)
         if encoding is None:
             raise MisuseError(f"q_out_quantized is {values.dtype}: give an FP8 E4M3 tensor")
         options = Options(

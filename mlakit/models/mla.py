@@ -198,7 +198,7 @@ def _quantised(x: torch.Tensor, weight: Fp8Block | Mxfp4) -> QuantisedQ:
         return triton_quant.quantise("fp8_group128", rows, out, BLOCK_SCALED)
     if isinstance(weight, Mxfp4):
         return QuantisedQ(*mxfp4.quantise(rows.float()))
-    encoding = next(e for e in fp8.ENCODINGS.values() if e.dtype is weight.values.dtype)
+    encoding = fp8.BY_DTYPE[weight.values.dtype]
     return QuantisedQ(*fp8.quantise(rows.float(), encoding))
 
 
@@ -248,7 +248,7 @@ def batched_a8w8(
         (heads, M, N) in x's dtype.
     """
     heads, m, k = x.shape
-    encoding = next(e for e in fp8.ENCODINGS.values() if e.dtype is weight.dtype)
+    encoding = fp8.BY_DTYPE[weight.dtype]
     values, a_scale = fp8.quantise(x.reshape(heads * m, k).float(), encoding, group)
     parts = values.float().view(heads, m, k // group, group)
     w = weight.float().view(heads, -1, k // group, group)

@@ -157,7 +157,7 @@ def plain_step(q, q_weight, q_eps, k, k_weight, k_eps):
     return norm(q, q_weight.shape, q_weight, q_eps), norm(k, k_weight.shape, k_weight, k_eps)
 
 
-def train(steps: int = STEPS, report: Callable = print) -> dict[str, torch.Tensor]:
+def train(steps: int = STEPS) -> dict[str, torch.Tensor]:
     """The weights after the first ``steps`` of ``STEPS``, float32, on the CPU.
 
     The same bits on the same build of torch, kind of processor and number of threads.
@@ -177,7 +177,7 @@ def train(steps: int = STEPS, report: Callable = print) -> dict[str, torch.Tenso
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         adam.step()
         if (done + 1) % 100 == 0:
-            report(f"step {done + 1}: loss {loss.item():.4f}")
+            print(f"step {done + 1}: loss {loss.item():.4f}")
     return {name: w.detach() for name, w in weights.items()}
 
 

@@ -178,7 +178,7 @@ def fill(quant: str, y: torch.Tensor, out: QuantisedQ, options: Options = DEFAUL
             scale = mxfp4.shuffle_scale(scale)
         out.scale.copy_(scale)
     else:
-        encoding = next(e for e in fp8.ENCODINGS.values() if e.dtype is out.values.dtype)
+        encoding = fp8.BY_DTYPE[out.values.dtype]
         group = fp8.GROUP if quant == "fp8_group128" else None
         values, scale = fp8.quantise(rows, encoding, group)
         fp8.by_row(out.scale, options.scale_layout or "row_major").copy_(scale)

@@ -204,20 +204,20 @@ def held_out(
     return pd.concat(parts, ignore_index=True)
 
 
-def score(cells: pd.DataFrame, by: str = "path_ran") -> pd.DataFrame:
+def score(cells: pd.DataFrame) -> pd.DataFrame:
     """Median and ninth decile of the absolute error by path, and over all; bias is signed."""
 
     def summary(name: str, part: pd.DataFrame) -> dict:
         size = part["error_pct"].abs()
         return {
-            by: name,
+            "path_ran": name,
             "cells": len(part),
             "median_pct": size.median(),
             "p90_pct": size.quantile(0.9),
             "bias_pct": part["error_pct"].median(),
         }
 
-    groups = [summary(name, part) for name, part in cells.groupby(by, sort=True)]
+    groups = [summary(name, part) for name, part in cells.groupby("path_ran", sort=True)]
     return pd.DataFrame([summary("all", cells), *groups])
 
 
