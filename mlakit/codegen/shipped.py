@@ -10,7 +10,7 @@ from mlakit import archs
 from mlakit.codegen.compile import Compiled, Request, compile_one
 from mlakit.codegen.execute import Run, run
 from mlakit.formats import fp8
-from mlakit.inputs import Inputs
+from mlakit.inputs import DTYPE_NAMES, Inputs
 from mlakit.paths import quantised, triton_config, triton_quant
 from mlakit.paths.quantised import Options, QuantisedQ
 from mlakit.paths.triton_config import Config
@@ -18,7 +18,6 @@ from mlakit.shapes import Widths
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _RESIDENT_PER_UNIT = 4
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def build(config: dict, quant: str = "none", options: dict | None = None, **arguments) -> tuple:
@@ -110,11 +109,11 @@ def emulate_qk_rmsnorm(
     """
     i, arch = inputs, archs.base_name(arch)
     m, widths = len(i.k), Widths(i.q.shape[1], i.k.shape[1])
-    dtype = _DTYPES[i.k.dtype]
+    dtype = DTYPE_NAMES[i.k.dtype]
     config = config or triton_config.heuristic(arch, m, *_pair(widths), dtype)
     if compiled is None:
         aligned = all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (i.q, i.k))
-        more = dict(weight_dtype=_DTYPES[i.k_weight.dtype], aligned=aligned)
+        more = dict(weight_dtype=DTYPE_NAMES[i.k_weight.dtype], aligned=aligned)
         compiled = compile_one(request(arch, widths, dtype, config=config, **more))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype) for x in (i.q, i.k))
     resident = (archs.arch(arch).compute_units or 1) * _RESIDENT_PER_UNIT
@@ -132,7 +131,6 @@ def emulate_quantised(
     quant: str,
     arch: str,
     inputs: Inputs,
-    config: Config | None = None,
     options: Options | None = None,
     compiled: Compiled | None = None,
     **trace,
@@ -140,10 +138,10 @@ def emulate_quantised(
     """Run ``arch``'s binary of the fused norm that delivers q as ``quant``; as above."""
     i, arch = inputs, archs.base_name(arch)
     m, widths = len(i.k), Widths(i.q.shape[1], i.k.shape[1])
-    dtype = _DTYPES[i.k.dtype]
+    dtype = DTYPE_NAMES[i.k.dtype]
     native = archs.fp8_format(arch) or "fp8_ocp"
     options = options or Options(encoding=None if quant == "mxfp4" else native)
-    config = config or triton_quant.heuristic(quant, arch, m, *_pair(widths), dtype)
+    config = triton_quant.heuristic(quant, arch, m, *_pair(widths), dtype)
     if compiled is None:
         wanted = request(arch, widths, dtype, config=config, quant=quant, options=options)
         compiled = compile_one(wanted)

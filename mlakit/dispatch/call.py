@@ -13,9 +13,9 @@ from mlakit.context import Context
 from mlakit.dispatch import policies, probe, switches
 from mlakit.dispatch.choice import OUTSIDE, RAISES
 from mlakit.errors import MisuseError, RefusedError, one_line
+from mlakit.inputs import DTYPE_NAMES
 from mlakit.paths import checks, custom_op, registry
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_KINDS = 4096
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Names of the module's own: every look-up in torch's costs a call 50 ns.
@@ -271,8 +271,8 @@ def _context(arch, quant, path, q, q_weight, q_eps, k, k_weight, k_eps) -> Conte
         m=rows,
         q_lora_rank=q.shape[-1],
         kv_lora_rank=k.shape[-1],
-        dtype=_NAMES[q.dtype],
-        norm_weight_dtype=_NAMES[q_weight.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
+        norm_weight_dtype=DTYPE_NAMES[q_weight.dtype],
         quant=quant,
         layout=layout,
         q_eps=q_eps,

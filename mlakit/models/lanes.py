@@ -15,6 +15,7 @@ from torch.nn.functional import rms_norm
 
 from mlakit import rounding
 from mlakit.dispatch.probe import context_for
+from mlakit.inputs import DTYPE_NAMES
 from mlakit.models import mla
 from mlakit.paths import registry
 from mlakit.paths.quantised import dequantise
@@ -127,7 +128,7 @@ def _cell(stack: Stack, batch: int, arch: str, paths: tuple[str, ...]) -> Cell:
     return Cell(
         arch, batch, d.q_lora_rank, d.kv_lora_rank, paths, d.rope, eps=d.eps, quant=path.output,
         cache="hot", clock="cpu" if stack.device == "cpu" else "graph", budget_s=0.4,
-        dtype={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(stack.dtype, "fp32"),
+        dtype=DTYPE_NAMES.get(stack.dtype, "fp32"),
     )  # fmt: skip
 
 

@@ -209,11 +209,11 @@ def measure(
     return result
 
 
-def summarise(result: dict, base: str = BASE) -> list[dict]:
+def summarise(result: dict) -> list[dict]:
     """One row a batch and lane of what ``measure`` returned (or a file of it); us and tokens/s.
 
-    ``cost_us`` is what the lane's step adds to a layer, over ``no_step``; ``gain`` is base's step
-    time over the lane's, paired by round; ``saved_us`` a layer's saving against base in the stack.
+    ``cost_us`` is what the lane's step adds to a layer, over ``no_step``; ``gain`` is the step
+    time of ``BASE`` over the lane's, paired by round; ``saved_us`` a layer's saving against it.
     ``given_us``, ``hot_us``, ``cold_us`` and ``between_us`` are the step's times by ``MICRO``, and
     ``saved_given_us`` ... the savings that each predicts; ``gain_predicted`` is made of
     ``PREDICTOR``'s. Each ``_lo`` and ``_hi`` is an interval: of the captures on a GPU (``COPIES``),
@@ -223,7 +223,7 @@ def summarise(result: dict, base: str = BASE) -> list[dict]:
     for key, samples in result["samples_us"].items():
         taken = {lane: np.asarray(v) for lane, v in samples.items()}
         micro = result["micro_us"].get(key, {})
-        base_us = float(np.median(taken[base])) if base in taken else 0.0
+        base_us = float(np.median(taken[BASE])) if BASE in taken else 0.0
         for lane, us in taken.items():
             time_us = _interval(us, copies)
             row = {
@@ -232,19 +232,19 @@ def summarise(result: dict, base: str = BASE) -> list[dict]:
                 "tokens_per_s": int(key) * 1e6 / time_us.value,
                 "tokens_lo": int(key) * 1e6 / time_us.hi, "tokens_hi": int(key) * 1e6 / time_us.lo,
             }  # fmt: skip
-            for name, more, less in (("cost", lane, DELETED), ("saved", base, lane)):
+            for name, more, less in (("cost", lane, DELETED), ("saved", BASE, lane)):
                 if more != less and more in taken and less in taken:
                     n = min(len(taken[more]), len(taken[less]))
                     apart = (taken[more][:n] - taken[less][:n]) / layers
                     _put(row, f"{name}_us", _interval(apart, copies))
-            if base in taken:
-                n = min(len(us), len(taken[base]))
-                _put(row, "gain", _interval(taken[base][:n] / us[:n], copies))
+            if BASE in taken:
+                n = min(len(us), len(taken[BASE]))
+                _put(row, "gain", _interval(taken[BASE][:n] / us[:n], copies))
             for kind, times in micro.items():
                 if lane in times:
                     row[f"{kind}_us"] = times[lane] - times.get(DELETED, 0.0)
-                if lane in times and base in times:
-                    row[f"saved_{kind}_us"] = times[base] - times[lane]
+                if lane in times and BASE in times:
+                    row[f"saved_{kind}_us"] = times[BASE] - times[lane]
             if f"saved_{PREDICTOR}_us" in row:
                 left = base_us - layers * row[f"saved_{PREDICTOR}_us"]
                 row["gain_predicted"] = base_us / left

@@ -17,10 +17,11 @@ import torch
 from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, RefusedError
+from mlakit.inputs import DTYPE_NAMES
 from mlakit.paths import checks, custom_op, interpreter, triton_config
 from mlakit.paths.registry import Path
 from mlakit.paths.triton_config import Config
-from mlakit.paths.triton_launch import DTYPE_NAMES, Launch, prepare, start
+from mlakit.paths.triton_launch import Launch, prepare, start
 
 KERNEL = "mlakit.paths.triton_kernels:qk_rmsnorm_kernel"
 MOST_READY = 4096

@@ -12,8 +12,6 @@ from functools import cache
 
 import torch
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:

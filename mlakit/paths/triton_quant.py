@@ -11,10 +11,10 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, RefusedError
 from mlakit.formats import fp8, mxfp4
+from mlakit.inputs import DTYPE_NAMES
 from mlakit.paths import checks, interpreter, quantised, triton_fused, triton_launch
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
-from mlakit.paths.triton_launch import DTYPE_NAMES
 from mlakit.paths.triton_quant_config import check, heuristic, trees_of
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
@@ -240,7 +240,7 @@ def _launch(
     unquantised = out.unquantised if options.unquantised and normalise else q
     tensors = (q, q_weight, out.values, out.scale, unquantised, k, k_weight, k_out)
     numbers = (q.stride(0), k.stride(0), *scale.stride(), m, out.scale.shape[0], q_eps, k_eps)
-    encoding = _ENCODING_OF.get(out.values.dtype)
+    encoding = fp8.BY_DTYPE.get(out.values.dtype)
     if arch == "cpu":
         _interpret(quant, config, tensors, numbers, encoding, options, normalise)
         return
@@ -262,9 +262,6 @@ def aligned(tensors: tuple[torch.Tensor, ...]) -> bool:
     q, k = tensors[0], tensors[5]
     starts = [t.data_ptr() for t in tensors]
     return not any(x & 15 for x in (*starts, q.stride(0), k.stride(0)))
-
-
-_ENCODING_OF = {e.dtype: e for e in fp8.ENCODINGS.values()}
 
 
 @lru_cache(maxsize=1024)

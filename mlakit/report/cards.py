@@ -41,12 +41,12 @@ def compile_for(arch: str, model: str, dtype: str) -> dict[str, Compiled]:
     return {c.arch: c for c in made}
 
 
-def isa_excerpt(compiled: Compiled, before: int = 6, most: int = 24) -> pd.DataFrame:
+def isa_excerpt(compiled: Compiled) -> pd.DataFrame:
     """The instructions about the first reciprocal root: place in the kernel, text."""
     lines = resources.isa(compiled)
     root = next((i for i, x in enumerate(lines) if "v_rsq" in x or "rsqrt" in x), 0)
-    first = max(0, root - before)
-    rows = enumerate(lines[first : first + most], first)
+    first = max(0, root - 6)
+    rows = enumerate(lines[first : first + 24], first)
     return pd.DataFrame(rows, columns=["line", "instruction"])
 
 

@@ -86,8 +86,8 @@ def drift(samples_us: ArrayLike) -> float:
     return float(np.median(x[-tenth:]) / np.median(x[:tenth]) - 1)
 
 
-def is_bimodal(samples_us: ArrayLike, *, share: float = 0.05, gap: float = 0.05) -> bool:
-    """Whether samples fall in two clusters, each at least ``share`` of them, ``gap`` apart.
+def is_bimodal(samples_us: ArrayLike) -> bool:
+    """Whether samples fall in two clusters, each at least 5 % of them, 5 % apart.
 
     The split that minimises the variance inside two clusters of log time is taken (Otsu's); it
     counts when Ashman's D, the distance of the means over their pooled deviation, is above 4
@@ -95,7 +95,7 @@ def is_bimodal(samples_us: ArrayLike, *, share: float = 0.05, gap: float = 0.05)
     """
     x = np.sort(np.log(np.maximum(np.asarray(samples_us, dtype=float), 1e-9)))
     n = len(x)
-    least = max(2, int(np.ceil(share * n)))
+    least = max(2, int(np.ceil(0.05 * n)))
     if n < 20:
         return False
     left = np.arange(least, n - least + 1)
@@ -106,7 +106,7 @@ def is_bimodal(samples_us: ArrayLike, *, share: float = 0.05, gap: float = 0.05)
     best = int(np.argmin(left * var_l + (n - left) * var_r))
     distance = mean_r[best] - mean_l[best]
     spread = np.sqrt(max(var_l[best] + var_r[best], 1e-18))
-    return bool(distance > np.log1p(gap) and np.sqrt(2) * distance / spread > 4)
+    return bool(distance > np.log1p(0.05) and np.sqrt(2) * distance / spread > 4)
 
 
 def log_change(a_us: np.ndarray, b_us: np.ndarray, *, seed: int = 0) -> tuple[float, float]:

@@ -17,21 +17,24 @@ from mlakit.errors import MisuseError
 
 U32, U64 = np.uint32, np.uint64
 _SPACING = 36
-_SIZES = {
-    **{"dword": (4, ""), "dwordx2": (8, ""), "dwordx3": (12, ""), "dwordx4": (16, "")},
-    **{"b32": (4, ""), "b64": (8, ""), "b96": (12, ""), "b128": (16, "")},
-    **{"dwordx8": (32, ""), "dwordx16": (64, ""), "b256": (32, ""), "b512": (64, "")},
-    **{"ubyte": (1, ""), "u8": (1, ""), "byte": (1, ""), "b8": (1, "")},
-    **{"sbyte": (1, "sign"), "i8": (1, "sign")},
-    **{"ushort": (2, ""), "u16": (2, ""), "short": (2, ""), "b16": (2, "")},
-    **{"sshort": (2, "sign"), "i16": (2, "sign")},
-    **{"short_d16": (2, "low"), "d16_b16": (2, "low"), "u16_d16": (2, "low")},
-    **{"short_d16_hi": (2, "high"), "d16_hi_b16": (2, "high"), "u16_d16_hi": (2, "high")},
-    **{"ubyte_d16": (1, "low"), "d16_u8": (1, "low"), "u8_d16": (1, "low")},
-    **{"ubyte_d16_hi": (1, "high"), "d16_hi_u8": (1, "high"), "u8_d16_hi": (1, "high")},
-    **{"byte_d16_hi": (1, "high"), "b8_d16_hi": (1, "high"), "d16_hi_b8": (1, "high")},
-    **{"b16_d16_hi": (2, "high")},
+_NAMED = {
+    (4, ""): "dword b32",
+    (8, ""): "dwordx2 b64",
+    (12, ""): "dwordx3 b96",
+    (16, ""): "dwordx4 b128",
+    (32, ""): "dwordx8 b256",
+    (64, ""): "dwordx16 b512",
+    (1, ""): "ubyte u8 byte b8",
+    (1, "sign"): "sbyte i8",
+    (2, ""): "ushort u16 short b16",
+    (2, "sign"): "sshort i16",
+    (2, "low"): "short_d16 d16_b16 u16_d16",
+    (2, "high"): "short_d16_hi d16_hi_b16 u16_d16_hi b16_d16_hi",
+    (1, "low"): "ubyte_d16 d16_u8 u8_d16",
+    (1, "high"): "ubyte_d16_hi d16_hi_u8 u8_d16_hi byte_d16_hi b8_d16_hi d16_hi_b8",
 }
+_SIZES = {name: found for found, names in _NAMED.items() for name in names.split()}
+"""By name: bytes, and whether they are sign-extended or half of a register."""
 
 
 class Memory:
@@ -88,13 +91,11 @@ class Memory:
 
     def load(self, address: np.ndarray, size: int, what: str) -> np.ndarray:
         """(N,) addresses to (ceil(size / 4), N) uint32; every access is checked."""
-        if (
-            len(set((address >> U64(_SPACING)).tolist()[:: max(1, len(address) - 1)])) > 1
-            or ((address >> U64(_SPACING)) != (address[:1] >> U64(_SPACING))).any()
-        ):
+        regions = address >> U64(_SPACING)
+        if (regions != regions[:1]).any():
             out = np.zeros((-(-size // 4), len(address)), U32)
-            for region in np.unique(address >> U64(_SPACING)):
-                these = (address >> U64(_SPACING)) == region
+            for region in np.unique(regions):
+                these = regions == region
                 out[:, these] = self.load(address[these], size, what)
             return out
         data, offset = self._locate(address, size, what)

@@ -154,9 +154,9 @@ class Waves:
         """A scalar operand as a lane mask, (W, L) bool."""
         return self.unpack(self.read_scalar(op, "u64" if self.lanes == 64 else "u32"))
 
-    def vgpr(self, index: int, check: bool = True) -> np.ndarray:
+    def vgpr(self, index: int) -> np.ndarray:
         """(W, L) bits of one vector register; stops if an active wave never wrote it."""
-        if check and not self.v_set[index].all():
+        if not self.v_set[index].all():
             unset = ~self.v_set[index] & self.exec.any(1)
             if unset.any():
                 raise EmulationError(f"register v{index} is read but was never written")
