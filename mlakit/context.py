@@ -48,8 +48,6 @@ class Context:
     aiter_api: str = ""
     """generation of AITER's dual norm; empty on AMD: the one that the engine was released with"""
     capture: bool = False
-    compiled: bool = False
-    second_stream: bool = False
     prefill: bool = False
     requires_grad: bool = False
     switches: frozenset[str] = frozenset()

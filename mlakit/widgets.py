@@ -115,11 +115,9 @@ def dispatch_view(
     from mlakit.dispatch.explain import explain
 
     streams = frozenset({"SGLANG_ROCM_USE_MULTI_STREAM"}) if second_stream else frozenset()
-    flags = {"capture": capture, "second_stream": second_stream, "switches": streams}
-    generation = "pair" if aiter else ""
-    call = Context(
-        arch=arch, m=m, weight_dtype=weight_dtype, use_aiter=aiter, aiter_api=generation, **flags
-    )
+    given = {"arch": arch, "m": m, "weight_dtype": weight_dtype, "use_aiter": aiter}
+    given |= {"aiter_api": "pair" if aiter else "", "capture": capture, "switches": streams}
+    call = Context(**given)
     found = {rule: explain(call, rule) for rule in dict.fromkeys((before, after))}
     rows = [
         {"rule": r, "path": e.choice.path, "launches": e.choice.launches, "why": e.choice.reason}

@@ -230,7 +230,7 @@ def test_the_report_lists_switches_eps_and_devices_by_their_names(tmp_path, monk
     monkeypatch.setenv("SGLANG_USE_AITER", "1")
     folder = tmp_path / "r"
     run = store.create_run(
-        build.run_dir(folder, "timing"), grid.expand(batches=[1]), measure=["timing"]
+        store.report_run(folder), grid.expand(batches=[1]), measure=["timing"]
     )
     card = {"device": "AMD Instinct MI300X", "arch_raw": "gfx942:sramecc+", "torch": "2.11+rocm7.2"}
     run.save(environment={"python": "3.12", "devices": {"cuda:0": card}})

@@ -84,8 +84,6 @@ def _verdict(context: Context, choice: Choice, name: str) -> Verdict:
     if name == choice.path:
         return Verdict(name, "chosen", choice.reason, choice.launches, path.text)
     why = path.supports(context)
-    if why is None and path.output != context.quant:
-        why = f"delivers q as {path.output}, {context.quant} was asked for"
     if why is not None:
         return Verdict(name, "cannot run", why, path.launches, path.text)
     if context.vendor == "cpu" and not path.timed:

@@ -199,8 +199,6 @@ def choose(context: Context, policy: str = "mlakit") -> Choice:
     if context.requested is not None:
         path = registry.get(context.requested)
         why = path.supports(context)
-        if why is None and path.output != context.quant:
-            why = f"it delivers {path.output}, {context.quant} was asked for"
         if why is not None:
             raise RefusedError(f"{path.name} was asked for and cannot run: {why}")
         return made(path.name, "asked for by name")

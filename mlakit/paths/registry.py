@@ -52,7 +52,8 @@ class Path:
     """one line for a person"""
     call: Callable
     supports: Callable[[Context], str | None]
-    """None if it can run in a context, else one line that says why not; pure, imports nothing"""
+    """None if it can run in a context and deliver its quant, else one line that says why not; pure,
+    imports nothing"""
     rounding: str
     """a name of ``mlakit.rounding.ROUNDINGS``; see ``rounding_on``"""
     launches: int

@@ -141,7 +141,7 @@ def _build(
 
     limit = {"time_limit_s": options.cell_limit_s, "progress": told}
     summaries = [
-        run_sweep(cells, run_dir(folder, kind), measure=[kind], **limit)
+        run_sweep(cells, store.report_run(folder, kind), measure=[kind], **limit)
         for kind, cells in jobs.items()
     ]
     runs = _run_notebooks(options, asked, folder, progress)
@@ -155,15 +155,10 @@ def _build(
     return report
 
 
-def run_dir(folder: Path, kind: str) -> Path:
-    """Where a report's rows of one kind are; the folder's name makes the run's id its own."""
-    return folder / f"{folder.name}-{kind}"
-
-
 def _rows(folder: Path) -> dict[str, pd.DataFrame]:
     """The rows of each kind that the report measured."""
-    kinds = [k for k in store.FOLDERS if run_dir(folder, k).exists()]
-    return {kind: store.read_rows(run_dir(folder, kind), kind) for kind in kinds}
+    kinds = [k for k in store.FOLDERS if store.report_run(folder, k).exists()]
+    return {kind: store.read_rows(store.report_run(folder, kind), kind) for kind in kinds}
 
 
 def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...]) -> list:
@@ -192,7 +187,7 @@ def _run_notebooks(
                 given = {"arch": arch, "model": model, "dtype": options.dtype}
                 given |= {"policy": options.policy, "seed": options.seed}
                 kind = "accuracy" if "drift" in name else "timing"
-                given |= {"run_dir": str(run_dir(folder, kind).resolve())}
+                given |= {"run_dir": str(store.report_run(folder, kind).resolve())}
                 batches = options.drift_batches if kind == "accuracy" else options.batches
                 given |= {"batches": list(batches)}
                 given = {k: v for k, v in given.items() if k in declared}
@@ -215,7 +210,7 @@ def _status(report: Report) -> str:
     """The gravest status among notebooks and cells; ``ok`` only if every cell has its part."""
     found = {r.status for r in report.runs}
     for kind, frame in _rows(report.folder).items():
-        record = store.show_run(run_dir(report.folder, kind))
+        record = store.show_run(store.report_run(report.folder, kind))
         states = set(frame["status"])
         complete = record["status"] in ("ok", "failed")
         complete &= set(record["cell_ids"]) <= set(frame["cell_id"])
@@ -232,7 +227,7 @@ def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[st
     said = [chapters.choice_verdict(batches=options.batches, policy=options.policy, **where)]
     for kind in _rows(folder):
         batches = list(options.batches if kind == "timing" else options.drift_batches)
-        rows = chapters.rows(kind, str(run_dir(folder, kind)), batches=batches, **where)
+        rows = chapters.rows(kind, str(store.report_run(folder, kind)), batches=batches, **where)
         say = chapters.speed_verdict if kind == "timing" else chapters.drift_verdict
         said += say(rows, arch)
     return said
@@ -243,7 +238,7 @@ def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[st
 
 def environment_rows(folder: Path) -> list[dict]:
     """The environment of the measurements, by allow-list: versions and device names only."""
-    record = store.show_run(run_dir(folder, "timing"))
+    record = store.show_run(store.report_run(folder, "timing"))
     env = record.get("environment") or {}
     rows = [{"what": "mlakit", "version": __version__}]
     rows.append({"what": "python", "version": env.get("python", platform.python_version())})

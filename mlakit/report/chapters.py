@@ -53,7 +53,7 @@ def story_contexts(arch: str) -> list[tuple[str, Context]]:
 
 def _captured(base: dict) -> Context:
     streams = frozenset({"SGLANG_ROCM_USE_MULTI_STREAM"})
-    return Context(**base, capture=True, second_stream=True, switches=streams)
+    return Context(**base, capture=True, switches=streams)
 
 
 def policy_frame(arch: str, policies: list[str]) -> pd.DataFrame:

@@ -72,7 +72,7 @@ def load(source: Source | str | Path) -> Source:
     if isinstance(source, Source):
         return source
     path = Path(source)
-    inner = path / f"{path.name}-timing"  # a report's folder
+    inner = store.report_run(path)
     path = inner if (inner / "run.json").is_file() else path
     rows = store.read_rows(path)
     if path.is_file():

@@ -6,7 +6,7 @@ run that failed, was killed, or shares no cell with the baseline) keeps its plac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -56,7 +56,7 @@ def entries(root: str | Path = "runs") -> list[Entry]:
     """Every run and report below ``root``, oldest first, not yet compared; none is left out."""
     found = []
     for folder in sorted(p for p in Path(root).glob("*") if p.is_dir()):
-        inner = folder / f"{folder.name}-timing"
+        inner = store.report_run(folder)
         rows_in = folder if (folder / "run.json").exists() else inner
         summary = folder / "summary.json"
         if not (summary.exists() or (rows_in / "run.json").exists()):
@@ -92,7 +92,7 @@ def history(root: str | Path = "runs", baseline: str = "") -> list[Entry]:
         except (MisuseError, FileNotFoundError) as error:
             found, note = None, scrub.text(str(error))
         note = note or ("the baseline" if e.name == base.name else "")
-        done.append(Entry(e.name, e.started_at, e.status, e.rows_in, e.is_report, found, note))
+        done.append(replace(e, comparison=found, note=note))
     return done
 
 
@@ -129,7 +129,7 @@ class Since:
 
 def since(folder: Path, baseline: str = "") -> Since:
     """What changed in the report at ``folder`` since the baseline of the folder above it."""
-    root, rows_in = folder.parent, folder / f"{folder.name}-timing"
+    root, rows_in = folder.parent, store.report_run(folder)
     try:
         runs = [e for e in entries(root) if e.name != folder.name]
         if not runs and not baseline:

@@ -209,6 +209,11 @@ class Run:
         os.close(self._lock)
 
 
+def report_run(report: Path, kind: str = "timing") -> Path:
+    """The run of one kind in a report's folder, whose name makes the run's id its own."""
+    return report / f"{report.name}-{kind}"
+
+
 def new_run_dir(root: str | Path = "runs") -> Path:
     """A name for a new run below ``root``: ``<UTC time>-<short id>``; nothing is created."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
