@@ -93,11 +93,12 @@ class _Step:
         return (2 * self.m + 1) * self.width * self.size
 
 
-def _piece(s: _Step, kind: str, n: float, read: int, wrote: int, a_thread: float, **more) -> Launch:
+def _piece(
+    s: _Step, kind: str, n: float, read: int, wrote: int, a_thread: float, *, fresh=True, indexed=0
+) -> Launch:
     """One of torch's elementwise kernels: blocks of 128 threads (``thread_constants.h``)."""
     programs = max(1.0, n / (128 * a_thread))
-    fresh = more.pop("fresh", True)
-    launch = Launch(kind, programs, 128, n, n * (read + wrote), **more)
+    launch = Launch(kind, programs, 128, n, n * (read + wrote), indexed=indexed)
     return _after(launch, n * read, s.cache_bytes) if fresh else launch
 
 

@@ -134,13 +134,8 @@ def cache_dir() -> str:
     return str(Path(tempfile.gettempdir()) / f"mlakit-triton-{os.getuid()}")
 
 
-def code_bytes(binary: bytes) -> bytes:
-    """The ``.text`` section of an ELF file (hsaco, or an object file)."""
-    return section(binary, ".text")
-
-
 def section(binary: bytes, name: str) -> bytes:
-    """One section of a 64-bit little-endian ELF file; empty if it is not there."""
+    """One section of a 64-bit little-endian ELF file (hsaco, cubin, object); empty if absent."""
     at = int.from_bytes(binary[40:48], "little")
     size, count, names = (int.from_bytes(binary[k : k + 2], "little") for k in (58, 60, 62))
     headers = [binary[at + size * k : at + size * (k + 1)] for k in range(count)]
@@ -208,8 +203,8 @@ def _assembles_to(text: str, arch: str, binary: bytes) -> bool:
 
     llvm.init_targets()
     features = ",-real-true16" if arch.startswith("gfx11") else ""
-    again = code_bytes(amd.assemble_amdgcn(text, arch, features))
-    return bool(again) and code_bytes(binary).startswith(again)
+    again = section(amd.assemble_amdgcn(text, arch, features), ".text")
+    return bool(again) and section(binary, ".text").startswith(again)
 
 
 def _serve() -> None:

@@ -78,8 +78,7 @@ class Subject:
         got = self.call(*given.args) if got is None else got
         problem = wrong(given, got, self.dtype)
         if problem:
-            smaller = self._shrink(given)
-            raise Failed(problem if smaller is None else smaller[0], describe(given, smaller))
+            raise Failed(*(self._shrink(given) or (problem, describe(given))))
         return got
 
     def _shrink(self, given: Inputs) -> tuple[str, str] | None:
@@ -100,10 +99,8 @@ class Subject:
         return None
 
 
-def describe(given: Inputs, smaller: tuple[str, str] | None = None) -> str:
+def describe(given: Inputs) -> str:
     """One line that names an input well enough to make it again."""
-    if smaller:
-        return smaller[1]
     return (
         f"M={given.q.shape[0]}, q {given.q.shape[-1]} + k {given.k.shape[-1]}, strides "
         f"{given.q.stride()} and {given.k.stride()}, eps {given.q_eps:g} and {given.k_eps:g}"
