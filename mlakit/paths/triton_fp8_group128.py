@@ -4,6 +4,7 @@ from functools import partial
 
 from mlakit.paths.registry import Path
 from mlakit.paths.triton_quant import fused, refusal_in
+from mlakit.paths.triton_quant_config import knobs
 
 PATH = Path(
     name="triton_fp8_group128",
@@ -15,4 +16,5 @@ PATH = Path(
     timed=False,
     output="fp8_group128",
     fused=True,
+    knobs=partial(knobs, "fp8_group128"),
 )

@@ -4,6 +4,7 @@ from functools import partial
 
 from mlakit.paths.registry import Path
 from mlakit.paths.triton_quant import fused, refusal_in
+from mlakit.paths.triton_quant_config import knobs
 
 PATH = Path(
     name="triton_mxfp4",
@@ -15,4 +16,5 @@ PATH = Path(
     timed=False,
     output="mxfp4",
     fused=True,
+    knobs=partial(knobs, "mxfp4"),
 )

@@ -5,10 +5,11 @@ Pure functions of arch, rows and widths: none needs a GPU or triton.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 from mlakit import archs
+from mlakit.context import Context
 from mlakit.paths import triton_config
 from mlakit.paths.triton_config import Config, lanes_of
 
@@ -59,6 +60,12 @@ def heuristic(
         launch, q_rows=q_rows, k_rows=k_rows, q_warps=q_warps, k_warps=k_warps, num_warps=num_warps,
         separate=separate or q_rows != k_rows, evict_first=m <= FEW_ROWS,
     )  # fmt: skip
+
+
+def knobs(quant: str, context: Context) -> dict:
+    """The config that a plain call of the fused launch takes in ``context``."""
+    widths = context.q_lora_rank, context.kv_lora_rank
+    return asdict(heuristic(quant, context.arch, context.m, *widths, context.dtype))
 
 
 def trees_of(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:

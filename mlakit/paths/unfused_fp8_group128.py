@@ -3,6 +3,7 @@
 from functools import partial
 
 from mlakit.paths.registry import Path
+from mlakit.paths.triton_fused import knobs
 from mlakit.paths.triton_quant import refusal_in, unfused
 
 PATH = Path(
@@ -14,4 +15,5 @@ PATH = Path(
     launches=2,
     timed=False,
     output="fp8_group128",
+    knobs=knobs,
 )

@@ -354,7 +354,7 @@ def test_kernel_compiles_for_every_target_without_spills(quant, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for m, normalise in ((1, True), (4096, True), (65536, True), (65536, False)):
+    for m, normalise in ((1, True), (1024, True), (4096, True), (65536, True), (65536, False)):
         config = triton_quant.heuristic(quant, arch, m, 1536, 512)
         function, signature, constexprs, attrs, knobs = triton_quant.kernel_signature(
             quant, config, arch, 1536, 512, normalise=normalise
@@ -371,3 +371,15 @@ def test_kernel_compiles_for_every_target_without_spills(quant, arch):
             assert re.search(r"(global|buffer)_load_dwordx4", asm["amdgcn"])
             assert ".vgpr_spill_count: 0" in asm["amdgcn"]
             assert bool(re.search(r"v_cvt_\S*fp8", asm["amdgcn"])) == (quant != "mxfp4")
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("kind", ["triton", "unfused"])
+def test_a_row_can_say_whether_launches_overlap(quant, kind):
+    """Else a figure of overlapping launches is held against a copy of launches that do not."""
+    path = registry.get(f"{kind}_{quant}")
+    for m, early in ((64, True), (1024, False), (4096, True)):
+        context = Context(
+            arch="sm_90", m=m, q_lora_rank=1536, kv_lora_rank=512, dtype="bf16", quant=quant
+        )
+        assert path.knobs(context)["pdl"] is early
