@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -55,7 +54,6 @@ class Compiled:
     metadata: dict
     signature: tuple[tuple[str, str], ...]
     """(name, type) of each run-time argument, in order"""
-    seconds: float
     code_matches: bool
     """the text, assembled, gives the binary's code byte for byte (AMD only; False elsewhere)"""
     triton: str
@@ -108,16 +106,9 @@ def compile_many(requests: list[Request]) -> list[Compiled]:
     for answer in answers:
         if "error" in answer:
             raise MisuseError(answer["error"])
-    return [
-        Compiled(
-            **{
-                **answer,
-                "binary": base64.b64decode(answer["binary"]),
-                "signature": tuple(tuple(s) for s in answer["signature"]),
-            }
-        )
-        for answer in answers
-    ]
+        answer["binary"] = base64.b64decode(answer["binary"])
+        answer["signature"] = tuple(map(tuple, answer["signature"]))
+    return [Compiled(**answer) for answer in answers]
 
 
 def cache_dir() -> str:
@@ -171,20 +162,15 @@ def _compile_here(request: dict) -> dict:
         attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in divisible}
     else:
         fn, signature, constexprs, attrs, options = found(**arguments)
-    if arch.startswith("gfx"):
+    amd = arch.startswith("gfx")
+    if amd:
         target = GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     else:
         target = GPUTarget("cuda", int(arch[3:]), 32)
-    start = time.perf_counter()
     made = triton.compile(ASTSource(fn, signature, constexprs, attrs), target, options)
-    seconds = time.perf_counter() - start
-    amd = arch.startswith("gfx")
-    text, binary = (made.asm["amdgcn"], made.asm["hsaco"]) if amd else (
-        made.asm["ptx"], made.asm["cubin"],
-    )  # fmt: skip
-    metadata = {
-        k: v for k, v in made.metadata._asdict().items() if isinstance(v, int | float | str | None)
-    }
+    text, binary = (made.asm[kind] for kind in (("amdgcn", "hsaco") if amd else ("ptx", "cubin")))
+    plain = int | float | str | None
+    metadata = {k: v for k, v in made.metadata._asdict().items() if isinstance(v, plain)}
     return dict(
         kernel=request["kernel"],
         arch=arch,
@@ -192,7 +178,6 @@ def _compile_here(request: dict) -> dict:
         binary=base64.b64encode(binary).decode(),
         metadata=metadata,
         signature=[[n, t] for n, t in signature.items() if t != "constexpr"],
-        seconds=seconds,
         code_matches=amd and _assembles_to(text, arch, binary),
         triton=triton.__version__,
     )

@@ -27,7 +27,6 @@ from mlakit.codegen.isa.parse import (
     EmulationError,
     Instruction,
     Operand,
-    Program,
     parse_program,
 )
 from mlakit.codegen.isa.state import Waves, unknown_instruction
@@ -103,18 +102,12 @@ class Step:
 class Run:
     """What a run executed. Outputs are in the arrays that were given."""
 
-    program: Program
     executed: Counter
     """wave-instructions by name"""
     traffic: Counter
     """bytes by kind: load, store, lds_load, lds_store, scalar_load"""
     waves: int
     evidence: str = "emulated"
-
-    @property
-    def distinct(self) -> int:
-        """Distinct instructions that ran."""
-        return len(self.executed)
 
 
 def run(
@@ -140,7 +133,7 @@ def run(
     machine = _Machine(compiled, grid, args)
     with np.errstate(all="ignore"):
         machine.go(trace, trace_wave)
-    return Run(machine.program, machine.executed, machine.memory.traffic, len(machine.rank))
+    return Run(machine.executed, machine.memory.traffic, len(machine.rank))
 
 
 def _arguments(compiled: Compiled, args) -> list:

@@ -34,7 +34,6 @@ class Sampled:
     errors: dict[str, Exception] = field(default_factory=dict)
     recompiles: dict[str, int] = field(default_factory=dict)
     converged: bool = False
-    seconds: float = 0.0
 
     def alive(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that were sampled to the end."""
@@ -117,7 +116,6 @@ def sample(
                     result.converged = True
                     break
     finally:
-        result.seconds = time.perf_counter() - start
         if was_collecting:
             gc.enable()
     return result

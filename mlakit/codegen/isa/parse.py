@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 VCC, M0, TTMP = 106, 124, 108
@@ -58,12 +57,6 @@ class Program:
     name: str
     instructions: list[Instruction]
     labels: dict[str, int]
-
-    @cached_property
-    def distinct(self) -> tuple[str, ...]:
-        """The distinct instruction names, dual halves included."""
-        names = {i.name for i in self.instructions}
-        return tuple(sorted(names | {i.dual.name for i in self.instructions if i.dual}))
 
 
 def _split(text: str) -> list[str]:
