@@ -22,7 +22,6 @@ from mlakit.sweep.worker import (
     FUNCTIONS,
     WarmDevice,
     Worker,
-    absent,
     devices_of,
     difference,
     here,
@@ -282,7 +281,8 @@ class _AtWork:
             if not names:
                 # an absent card's time is never stated; its arithmetic may be emulated on the CPU
                 timed = [job for job in waiting if job[0] == "timing"]
-                self._skip(timed, absent(arch, self.env))
+                found = ", ".join(here(self.env))
+                self._skip(timed, f"{arch} is not on this machine (here: {found})")
                 names, waiting = ["cpu"], [job for job in waiting if job[0] != "timing"]
                 if not waiting:
                     continue

@@ -68,11 +68,6 @@ def devices_of(arch: str, env: dict) -> list[str]:
     return [name for name, d in env["devices"].items() if d["arch"] == arch]
 
 
-def absent(arch: str, env: dict) -> str:
-    """The reason of a row whose arch is not here."""
-    return f"{arch} is not on this machine (here: {', '.join(here(env))})"
-
-
 def difference(old: dict, new: dict) -> str | None:
     """In words, what differs between two environments; None where figures may be compared."""
 

@@ -37,18 +37,16 @@ def summary(samples_us: ArrayLike) -> dict[str, float]:
     return row | {"mad_us": float(np.median(np.abs(x - figures[50])))}
 
 
-def block_length(n: int) -> int:
-    """Samples that are resampled together: a tenth of a run, so that drift inside it counts."""
-    return max(1, n // 10)
-
-
 def bootstrap_medians(
     samples: np.ndarray, *, resamples: int = 1000, seed: int = 0, block: int | None = None
 ) -> np.ndarray:
-    """Medians of ``resamples`` circular block bootstraps of a (n,) series, in its order."""
+    """Medians of ``resamples`` circular block bootstraps of a (n,) series, in its order.
+
+    A ``block`` is a tenth of the run if not given, so that drift inside it counts.
+    """
     x = np.asarray(samples, dtype=float)
     n = len(x)
-    block = block or block_length(n)
+    block = block or max(1, n // 10)
     starts = np.random.default_rng(seed).integers(0, n, (resamples, -(-n // block)))
     index = (starts[:, :, None] + np.arange(block)).reshape(resamples, -1)[:, :n] % n
     return np.median(x[index], axis=1)
