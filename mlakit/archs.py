@@ -110,6 +110,11 @@ def vendor_of(name: str) -> str:
     return "amd" if name.startswith("gfx") else "nvidia" if name.startswith("sm_") else "cpu"
 
 
+def from_sm_90(name: str) -> bool:
+    """Whether a card is NVIDIA's of sm_90 or later: it can launch early, and QuACK runs on it."""
+    return name.startswith("sm_") and int(name[3:]) >= 90
+
+
 def fp8_format(name: str) -> str | None:
     """The FP8 encoding of an arch: ``fp8_fnuz`` (gfx942), ``fp8_ocp``, or None where it has none.
 

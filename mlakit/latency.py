@@ -324,6 +324,11 @@ def breakdown(
     return pd.DataFrame(rows)
 
 
+def fused_path(arch: str) -> str:
+    """mlakit's own fused path on an arch."""
+    return "cpu_fused" if arch == "cpu" else "triton_fused"
+
+
 def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -> pd.DataFrame:
     """What the one launch saved buys at each M: fused against two good kernels of the same kind.
 
@@ -331,8 +336,7 @@ def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -
     ``slack_pct``: how much slower the fused kernel may be in all before two launches win.
     """
     name = archs.check(arch)
-    one = "cpu_fused" if name == "cpu" else "triton_fused"
-    quack = name.startswith("sm_") and int(name[3:]) >= 90
+    one, quack = fused_path(name), archs.from_sm_90(name)
     parts = [Widths(0, w) for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
     rows = []
     for m in batches:

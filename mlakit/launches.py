@@ -214,7 +214,7 @@ def _one(path: str, widths: Widths, m: int, dtype: str, arch: str) -> Launch:
     size, n = ITEMSIZE[dtype], m * sum(parts)
     moved = (2 * m + 1) * sum(parts) * size
     if path == "copy_limit":
-        starts = 0 if arch.startswith("sm_") and int(arch[3:]) >= 90 else 1
+        starts = 0 if archs.from_sm_90(arch) else 1
         return Launch("copy", n * size / 2048, 128, n, moved, starts=starts)
     if path == "triton_fused":
         c = triton_config.heuristic(arch, m, widths.q_lora_rank, widths.kv_lora_rank, dtype)

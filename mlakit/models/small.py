@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -200,8 +199,7 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 def build() -> str:
     """What bits depend on here: processor, torch, instruction set and threads."""
-    name = next((v for k, v in sensors.cpuinfo() if k == "model name"), platform.machine())
-    kind = torch.backends.cpu.get_cpu_capability()
+    name, kind = sensors.cpu_model(), torch.backends.cpu.get_cpu_capability()
     return f"{name}, torch {torch.__version__}, {kind}, {torch.get_num_threads()} thread(s)"
 
 

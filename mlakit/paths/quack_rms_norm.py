@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlakit import archs
 from mlakit.context import Context
 from mlakit.paths.checks import kernel_limits
 from mlakit.paths.peers import pair_of
@@ -19,7 +20,7 @@ def supports(context: Context) -> str | None:
     """None if it can run, else why not in a line; a hypothetical context has the package."""
     if "quack" not in context.packages:
         return "quack is not installed: pip install quack-kernels"
-    if context.vendor != "nvidia" or int(context.arch[3:]) < 90:
+    if not archs.from_sm_90(context.arch):
         return f"QuACK is for NVIDIA cards from sm_90 on, not {context.arch}"
     return kernel_limits(context)
 

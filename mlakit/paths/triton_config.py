@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from mlakit.archs import vendor_of
+from mlakit.archs import from_sm_90, vendor_of
 
 MAX_WIDTH = 16384
 MAX_THREADS = 1024
@@ -102,7 +102,7 @@ def heuristic(
     # Between two matrix products the step adds 0.5 us instead of 1.4 at M = 1, 0.9 instead of 2.1
     # at 128, 8.6 instead of 9.4 at 4096; but 2.5 instead of 1.8 at 256 and the same or more from
     # there to 2048.
-    early = nvidia and int(arch[3:]) >= 90 and (m <= 192 or m >= 4096)
+    early = from_sm_90(arch) and (m <= 192 or m >= 4096)
     return Config(
         q_rows=num_warps // q_warps,
         k_rows=num_warps // k_warps,
@@ -132,7 +132,7 @@ def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "b
         return "a persistent program does both q and kv: separate must be False"
     if not config.separate and q_width and config.q_rows != config.k_rows:
         return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
-    if config.pdl and (vendor_of(arch) != "nvidia" or int(arch[3:]) < 90):
+    if config.pdl and not from_sm_90(arch):
         return f"{arch} has no programmatic dependent launch (sm_90 and later)"
     for name, rows, warps, width in (
         ("q", config.q_rows, config.q_warps, q_width),

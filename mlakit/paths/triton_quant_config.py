@@ -87,7 +87,7 @@ def check(
     """
     if config.persistent:
         return "the quantised kernel is not persistent"
-    if config.pdl and (archs.vendor_of(arch) != "nvidia" or int(arch[3:]) < 90):
+    if config.pdl and not archs.from_sm_90(arch):
         return f"{arch} has no programmatic dependent launch (sm_90 and later)"
     if not config.separate and config.q_rows != config.k_rows:
         return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"

@@ -101,8 +101,7 @@ def bars(arch: str, parts: pd.DataFrame, names: list[str]) -> pd.DataFrame:
 
 def fusion_title(arch: str) -> str:
     """Title of the fusion figure: the arch, and the error of what is modelled."""
-    path = "cpu_fused" if arch == "cpu" else "triton_fused"
-    return f"What the launch saved buys on {arch} ({error_words(arch, path)})"
+    return f"What the launch saved buys on {arch} ({error_words(arch, latency.fused_path(arch))})"
 
 
 def emulated(made: dict[str, Compiled], widths: Widths, dtype: str, seed: int) -> pd.DataFrame:
@@ -162,9 +161,7 @@ def verdict(arch: str, model: str, batches: list[int], dtype: str) -> list[str]:
         frame = latency.fusion(arch, widths, batches, dtype)
     except MisuseError as reason:
         return [f"No time is modelled for {arch}: {reason}."]
-    median, worst, scored = latency.known_error(
-        arch, "cpu_fused" if arch == "cpu" else "triton_fused"
-    )
+    median, worst, scored = latency.known_error(arch, latency.fused_path(arch))
     first, last = frame.iloc[0], frame.iloc[-1]
     words = latency.error_words(median, worst)
     here = "" if arch in archs.here() else ", which nobody ran here"

@@ -93,8 +93,7 @@ def environment(device: str) -> dict[str, str | None]:
 
 def cpu_name() -> str:
     """The processor's name and how many cores this process may use."""
-    name = next((v for k, v in sensors.cpuinfo() if k == "model name"), os.uname().machine)
-    return f"{name} x{len(os.sched_getaffinity(0))}"
+    return f"{sensors.cpu_model()} x{len(os.sched_getaffinity(0))}"
 
 
 def _version(package: str) -> str | None:

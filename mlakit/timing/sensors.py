@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def cpuinfo() -> list[tuple[str, str]]:
     except OSError:
         return []
     return [(k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in lines)]
+
+
+def cpu_model() -> str:
+    """The processor's name, or where it has none its architecture."""
+    return next((v for k, v in cpuinfo() if k == "model name"), platform.machine())
 
 
 def free_host_bytes() -> int:
