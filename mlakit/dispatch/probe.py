@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -199,41 +200,32 @@ class Conflict:
 
 def conflicts() -> tuple[Conflict, ...]:
     """Mixed cards, overrides that lie about the card, kernels built for others. Never raises."""
-    found = []
+    return tuple(_conflicts())
+
+
+def _conflicts() -> Iterator[Conflict]:
     present = tuple(a for a in archs.here() if a != "cpu")
     if len(present) > 1:
-        found.append(
-            Conflict(
-                f"mixed cards: {', '.join(present)}; engines test device 0 only",
-                "show each process one kind with HIP_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES",
-            )
+        yield Conflict(
+            f"mixed cards: {', '.join(present)}; engines test device 0 only",
+            "show each process one kind with HIP_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES",
         )
     for arch in present:
         if arch not in archs.known():
-            found.append(
-                Conflict(f"{arch} is not in mlakit's table", "add a row to data/archs.csv")
-            )
-    told = switches.overridden_arch()
-    if told:
+            yield Conflict(f"{arch} is not in mlakit's table", "add a row to data/archs.csv")
+    if told := switches.overridden_arch():
         value = os.environ["HSA_OVERRIDE_GFX_VERSION"]
-        found.append(
-            Conflict(
-                f"HSA_OVERRIDE_GFX_VERSION={value} makes every card call itself {told}",
-                "unset it, unless the card is known to run that arch's code",
-            )
+        yield Conflict(
+            f"HSA_OVERRIDE_GFX_VERSION={value} makes every card call itself {told}",
+            "unset it, unless the card is known to run that arch's code",
         )
     built = switches.built_archs()
     amd = [a for a in present if a.startswith("gfx")]
     missing = [a for a in amd if built and a not in built]
     if missing:
-        found.append(
-            Conflict(
-                f"GPU_ARCHS={';'.join(built)}, but the card is {', '.join(missing)}",
-                f"set GPU_ARCHS={';'.join(amd)} or unset it, then clear AITER's build cache",
-            )
+        yield Conflict(
+            f"GPU_ARCHS={';'.join(built)}, but the card is {', '.join(missing)}",
+            f"set GPU_ARCHS={';'.join(amd)} or unset it, then clear AITER's build cache",
         )
     elif built and not amd:
-        found.append(
-            Conflict(f"GPU_ARCHS={';'.join(built)}, but no AMD card is here", "unset GPU_ARCHS")
-        )
-    return tuple(found)
+        yield Conflict(f"GPU_ARCHS={';'.join(built)}, but no AMD card is here", "unset GPU_ARCHS")
