@@ -231,7 +231,7 @@ def main() -> None:
     kept: Any = {name: w.view(torch.int16).numpy() for name, w in half.items()}
     np.savez_compressed(asked.out, **kept)
     share = float(right(_small(half), questions(10_000), plain_step).double().mean())
-    came_to = {"build": build(), "steps": asked.steps, "digest": digest(weights)}
+    came_to = {"build": build(), "steps": asked.steps, "digest": digest(half)}
     came_to |= {"digest_of_20_steps": digest(train(20)), "right_of_all_10000": share}
     text = json.dumps(came_to, indent=1)
     asked.out.with_suffix(".json").write_text(text + "\n", encoding="utf-8")

@@ -30,6 +30,13 @@ def test_the_weights_are_few_small_and_bf16(model):
     assert small.weights_file().stat().st_size < 2_000_000
 
 
+def test_the_weights_are_those_that_training_gave(came_to):
+    assert small.digest(small._stored()) == came_to["digest"]
+    changed = {n: w.clone() for n, w in small._stored().items()}
+    changed["head"][0, 0] += 1
+    assert small.digest(changed) != came_to["digest"]
+
+
 def test_questions_are_products_with_their_units_first():
     for row in small.questions(200).tolist():
         digits = "".join(map(str, row[:3])), str(row[4]), "".join(map(str, row[:5:-1]))
