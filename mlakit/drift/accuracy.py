@@ -50,7 +50,8 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -
     context = context_for(cell, device)
     base = _identity(cell, run)
     rows = []
-    absent = None if _is_here(cell.arch, device) else f"no {cell.arch} device here"
+    here = ("cpu",) if device == "cpu" else archs.here()
+    absent = None if cell.arch in here else f"no {cell.arch} device here"
     for name in cell.paths:
         path = registry.get(name)
         reason = absent or path.supports(context)
@@ -63,12 +64,6 @@ def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -
         if "triton_fused" in cell.paths and cell.quant == "none":
             rows += executed_rows(cell)
     return CellResult(rows)
-
-
-def _is_here(arch: str, device: str) -> bool:
-    if device == "cpu":
-        return arch == "cpu"
-    return arch in archs.here()
 
 
 def _identity(cell: Cell, run: dict | None) -> dict:

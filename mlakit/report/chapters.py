@@ -64,15 +64,8 @@ def policy_frame(arch: str, policies: list[str]) -> pd.DataFrame:
     for name, context in story_contexts(arch):
         for policy in policies:
             choice = rules.choose(context, policy)
-            rows.append(
-                {
-                    "context": name,
-                    "policy": policy,
-                    "path": choice.path,
-                    "launches": choice.launches,
-                    "reason": choice.reason,
-                }
-            )
+            row = {"context": name, "policy": policy, "path": choice.path}
+            rows.append(row | {"launches": choice.launches, "reason": choice.reason})
     return pd.DataFrame(rows)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from mlakit.archs import Device
 
 NOT_READABLE = "not readable"
+_CLOCKS, _TEMPERATURE_GPU = (1, 2), 0
+"""``NVML_CLOCK_SM`` and ``_MEM``, ``NVML_TEMPERATURE_GPU`` (nvml.h)"""
 
 
 def cpuinfo() -> list[tuple[str, str]]:
@@ -109,10 +111,10 @@ def conditions(found: Device | None) -> dict[str, object]:
 def _nvidia_conditions(uuid: str) -> dict[str, object]:
     if _nvml_handle(uuid) is None:
         return {}
-    core, memory = (_nvml_read(uuid, "nvmlDeviceGetClockInfo", k) for k in (1, 2))
+    core, memory = (_nvml_read(uuid, "nvmlDeviceGetClockInfo", k) for k in _CLOCKS)
     milliwatt = _nvml_read(uuid, "nvmlDeviceGetPowerUsage")
     cap = _nvml_read(uuid, "nvmlDeviceGetEnforcedPowerLimit")
-    temp = _nvml_read(uuid, "nvmlDeviceGetTemperature", 0)
+    temp = _nvml_read(uuid, "nvmlDeviceGetTemperature", _TEMPERATURE_GPU)
     reasons = _nvml_read(uuid, "nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
     return {
         "clocks": f"sm {core} MHz, memory {memory} MHz, cap {cap and cap // 1000} W",
