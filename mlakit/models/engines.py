@@ -13,7 +13,7 @@ import torch
 
 from mlakit.dispatch.call import qk_rmsnorm
 from mlakit.errors import MisuseError, RefusedError, unknown
-from mlakit.formats import fp8
+from mlakit.formats import fp8, mxfp4
 from mlakit.paths import aiter_api, registry
 from mlakit.paths.quantised import Options, QuantisedQ
 
@@ -129,7 +129,7 @@ def aiter_batched_a8w8(
 def _quantised(quant, args, values, scale, unquantised, k_out, group_size, transpose) -> None:
     if scale is None:
         raise MisuseError("q_out_scale is None: a quantised q has scales")
-    want = {"fp8_group128": fp8.GROUP, "mxfp4": 32}.get(quant)
+    want = {"fp8_group128": fp8.GROUP, "mxfp4": mxfp4.GROUP}.get(quant)
     if want and group_size not in (None, want):
         raise RefusedError(f"group_size {group_size}: {quant} has groups of {want}")
     if quant == "mxfp4":

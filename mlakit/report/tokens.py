@@ -104,11 +104,9 @@ def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
 
 def story(rows: pd.DataFrame, arch: str) -> list[str]:
     """The story's claim: what it implies a layer, the judge's verdict, and what was seen here."""
-    before, after = (amdahl.rounded(t) for t in STORY)
-    implied = amdahl.saving(before, after, STORY_LAYERS)
     sentences = [
-        f"Published: {implied.text} at batch 1 (intervals of the last digit alone).",
-        f"The judge: {evals.significance(before.value, after.value).text}.",
+        f"Published: {_implied().text} at batch 1 (intervals of the last digit alone).",
+        f"The judge: {evals.significance(*map(float, STORY)).text}.",
     ]
     ones = rows[(rows["batch"] == 1) & rows["saved_us"].notna()]
     ones = ones[ones["lane"] != stack.DELETED]
@@ -163,5 +161,8 @@ def savings(rows: pd.DataFrame) -> dict[str, Interval]:
 
 def story_saving() -> Interval:
     """Microseconds a layer that the story's two figures imply."""
-    before, after = (amdahl.rounded(t) for t in STORY)
-    return amdahl.saving(before, after, STORY_LAYERS).layer_us
+    return _implied().layer_us
+
+
+def _implied() -> amdahl.Saving:
+    return amdahl.saving(*map(amdahl.rounded, STORY), STORY_LAYERS)
