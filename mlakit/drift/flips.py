@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from mlakit.dispatch import probe
-from mlakit.drift.evals import paired
+from mlakit.drift.evals import paired, verdict_of
 from mlakit.errors import unknown
 from mlakit.models import mla, small
 from mlakit.models.hf import step_of
@@ -78,7 +78,7 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
 
     Exact McNemar on the flips; ``low`` and ``high`` bound the difference in accuracy (95 %), and
     ``smallest_detectable`` is what this many questions, with this many flips, could have shown.
-    ``p_holm`` allows for the number of sides that were tried. A convention that is not the model's
+    ``p_holm`` allows for the number of sides that were tried, and the verdict is its. A convention that is not the model's
     own (gemma's 1 + w) stands among them as a difference that must show. Some 10 s on one core for
     2000 questions and every side of a CPU.
 
@@ -90,6 +90,8 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
     Raises:
         MisuseError: a name that is no side on this device.
     """
+    from scipy.stats import norm
+
     known = sides(device)
     for name in names or ():
         if name not in known:
@@ -104,8 +106,9 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
         judged = paired(dict(enumerate(base)), dict(enumerate(got)))
         (lost, won), (low, high) = judged.flips or (0, 0), judged.interval or (0.0, 0.0)
         figures = (judged.p, 1.0, judged.difference, low, high, judged.smallest_detectable)
-        rows.append((side, known[side], n, judged.b, lost, won, *figures, judged.verdict))
+        rows.append((side, known[side], n, judged.b, lost, won, *figures, ""))
     frame = pd.DataFrame(rows, columns=COLUMNS)
     tried = frame["side"] != BASELINE
     frame.loc[tried, "p_holm"] = stats.holm(frame.loc[tried, "p"])
+    frame["verdict"] = [verdict_of(float(norm.isf(p / 2))) for p in frame["p_holm"]]
     return frame

@@ -1,8 +1,10 @@
 """Flips of the small model: what must show shows, what must not does not."""
 
+import pandas as pd
 import pytest
 import torch
 
+from mlakit.datafiles import data_dir
 from mlakit.drift.flips import BASELINE, flips, sides
 from mlakit.errors import MisuseError
 from mlakit.models import small
@@ -61,3 +63,12 @@ def test_figures_agree_with_each_other_and_with_the_answers(rows):
 def test_an_unknown_side_is_refused():
     with pytest.raises(MisuseError, match="side"):
         flips(n=10, names=["truncated"])
+
+
+def test_the_verdict_allows_for_the_number_of_sides(rows):
+    recorded = pd.read_csv(data_dir() / "recorded/h200/2026-11-30-flips.csv")
+    assert ((recorded["p"] < 0.05) & (recorded["p_holm"] > 0.5)).any()  # luck among 38 sides
+    for table in (rows, recorded):
+        likely = table["p_holm"] > 0.32  # |z| under 1
+        assert set(table.loc[likely, "verdict"]) == {"no evidence"}
+        assert (table.loc[table["p_holm"] < 0.05, "verdict"] == "real").all()
