@@ -78,9 +78,9 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
 
     Exact McNemar on the flips; ``low`` and ``high`` bound the difference in accuracy (95 %), and
     ``smallest_detectable`` is what this many questions, with this many flips, could have shown.
-    ``p_holm`` allows for the number of sides that were tried, and the verdict is its. A convention that is not the model's
-    own (gemma's 1 + w) stands among them as a difference that must show. Some 10 s on one core for
-    2000 questions and every side of a CPU.
+    ``p_holm`` allows for the number of sides that were tried; the verdict is taken from it. A
+    convention that is not the model's own (gemma's 1 + w) stands among them as a difference that
+    must show. Some 10 s on one core for 2000 questions and every side of a CPU.
 
     Args:
         device: ``cpu`` or ``cuda``.
