@@ -61,11 +61,6 @@ def path_style(name: str) -> dict:
     }
 
 
-def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold a figure."""
-    return frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
-
-
 def lines(axes, rows: pd.DataFrame, x: str, y: str, *, band=(), bars=(), by="path_ran") -> None:
     """A line a path, its evidence as the marker; ``band`` or ``bars``: columns of low and high."""
     for name, part in rows.groupby(by, sort=False):

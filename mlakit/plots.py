@@ -21,9 +21,8 @@ from mlakit.plot_style import (
     square,
     squares,
     ticks,
-    usable,
 )
-from mlakit.records import CONTROLS
+from mlakit.records import CONTROLS, with_figure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +36,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
 
     ``frame``: timing rows of one device, one pair of widths, one clock and one cache.
     """
-    rows = usable(frame)
+    rows = with_figure(frame)
     figure, axes = new(title, BATCH, "µs per call (median, 20-80 % band)")
     rows = rows[~rows["path_ran"].isin(CONTROLS[2:])]
     lines(axes, rows, "m", "p50_us", band=("p20_us", "p80_us"))
@@ -47,7 +46,7 @@ def latency(frame: pd.DataFrame, title: str = "Time of one call") -> Figure:
 
 def speedup(frame: pd.DataFrame, title: str = "Against the best unfused path") -> Figure:
     """ratio against m with its 95 % interval; above 1 is faster than the best unfused path."""
-    rows = usable(frame)
+    rows = with_figure(frame)
     rows = rows[rows["ratio"].notna() & ~rows["path_ran"].isin(CONTROLS)]
     figure, axes = new(title, BATCH, INTERVAL)
     lines(axes, rows, "m", "ratio", bars=("ratio_lo", "ratio_hi"))
@@ -58,7 +57,7 @@ def speedup(frame: pd.DataFrame, title: str = "Against the best unfused path") -
 
 def share_of_limit(frame: pd.DataFrame, title: str = "Share of a same-traffic copy") -> Figure:
     """pct_of_limit against m: 100 % is a kernel that moves the same bytes and computes nothing."""
-    rows = usable(frame)
+    rows = with_figure(frame)
     rows = rows[rows["pct_of_limit"].notna() & ~rows["path_ran"].isin(CONTROLS[:3])]
     figure, axes = new(title, BATCH, "% of the copy's speed (median)")
     lines(axes, rows, "m", "pct_of_limit")
@@ -78,7 +77,7 @@ def heat(frame: pd.DataFrame, title: str = "What fusing is worth") -> Figure:
 
     from mlakit.paths.registry import all_paths
 
-    rows = usable(frame)
+    rows = with_figure(frame)
     fused = [p.name for p in all_paths() if p.fused]
     rows = rows[rows["path_ran"].isin(fused) & rows["ratio"].notna()].reset_index(drop=True)
     shape = ["q_lora_rank", "kv_lora_rank", "m"]
@@ -110,7 +109,7 @@ def roofline(frame: pd.DataFrame, hbm_gbps: float | None = None, title: str = "R
     ``frame``: timing rows of one device, clock and cache. The step computes so little that memory
     is its only roof, and the launch floor the wall to its left.
     """
-    rows = usable(frame)
+    rows = with_figure(frame)
     rows = rows[rows["gbps"].notna() & ~rows["path_ran"].isin(CONTROLS[1:])]
     moved = rows["bytes_moved"].astype(float)
     rows = rows.assign(mb=moved / 1e6, low=moved / rows["p80_us"] / 1e3)

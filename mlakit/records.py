@@ -169,6 +169,11 @@ class CellResult:
     """by path, every sample in the order taken; nothing is ever dropped"""
 
 
+def with_figure(rows):
+    """Those of a DataFrame of timing rows that hold a sound figure."""
+    return rows[(rows["status"] == "ok") & rows["p50_us"].notna()]
+
+
 def check_row(row: dict) -> dict:
     """``row`` completed with None for absent columns, if it is legal.
 

@@ -18,7 +18,7 @@ import pandas as pd
 from mlakit import archs, plots, shapes
 from mlakit.context import QUANTS, WEIGHT_DTYPES, Context
 from mlakit.errors import MisuseError, RefusedError
-from mlakit.records import CONTROLS, EVIDENCE
+from mlakit.records import CONTROLS, EVIDENCE, with_figure
 from mlakit.report import chapters, show
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def lanes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Rows by what may share a figure: one device, dtype, quant, layout, clock and cache."""
     if not len(rows):
         return {}
-    ran = rows[(rows["status"] == "ok") & rows["p50_us"].notna()]
-    return {" · ".join(k): part for k, part in ran.groupby(_LANE, sort=False)}
+    groups = with_figure(rows).groupby(_LANE, sort=False)
+    return {" · ".join(k): part for k, part in groups}
 
 
 VIEWS = ("heat map", "time", "crossover", "roofline")

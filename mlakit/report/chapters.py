@@ -10,7 +10,7 @@ import pandas as pd
 from mlakit import archs
 from mlakit.context import Context
 from mlakit.datafiles import data_dir, read_table
-from mlakit.records import CONTROLS, TIMING_COLUMNS
+from mlakit.records import CONTROLS, TIMING_COLUMNS, with_figure
 from mlakit.shapes import parse_hidden
 
 FEW_ROUNDS = 20
@@ -178,8 +178,7 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     """What the timing rows of one arch say, in sentences that hold only what was measured."""
     from mlakit.paths import registry
 
-    ran = peers(frame)
-    ran = ran[(ran["status"] == "ok") & ran["p50_us"].notna()]
+    ran = with_figure(peers(frame))
     if ran.empty:
         reasons = sorted(set(not_run(frame)["reason"])) or ["nothing was asked for"]
         return [f"No time is stated for {arch}: {reasons[0]}."]
@@ -261,7 +260,7 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
 
 def speed_table(frame: pd.DataFrame) -> list[dict]:
     """A row a batch, a column a path: ``p50_us`` and, in brackets, the headline ratio."""
-    rows = frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
+    rows = with_figure(frame)
     shape = "arch q_lora_rank kv_lora_rank dtype quant layout clock cache m".split()
     rows = rows.sort_values(shape, kind="stable")
     table = []

@@ -17,7 +17,7 @@ import pandas as pd
 from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError, one_line
-from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row
+from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row, with_figure
 from mlakit.report import scrub
 from mlakit.sweep import grid, parquet, store
 
@@ -173,7 +173,7 @@ def _check_aa(frame: pd.DataFrame) -> None:
 
 def _check_plausible(frame: pd.DataFrame) -> None:
     """No figure below zero, or above what the card's memory can move."""
-    ok = frame[(frame["status"] == "ok") & frame["p50_us"].notna()]
+    ok = with_figure(frame)
     if (ok["p50_us"] <= 0).any() or (ok["p05_us"] > ok["p95_us"]).any():
         raise MisuseError("a time is not positive, or its quantiles are out of order")
     cold = ok[(ok["cache"] == "cold") & ok["bytes_moved"].notna()]

@@ -16,7 +16,7 @@ import pandas as pd
 
 from mlakit import archs, latency, launches
 from mlakit.errors import MisuseError
-from mlakit.records import CONTROLS
+from mlakit.records import CONTROLS, with_figure
 from mlakit.shapes import Widths
 
 _PRIOR = {
@@ -41,10 +41,9 @@ FAMILIES = {"torch_rms_norm_copied": "torch_rms_norm", "dual_stream": "torch_rms
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows the model speaks of: a figure, cold cache, 16-bit or float32, a path it knows."""
+    frame = with_figure(frame)
     keep = (
-        (frame["status"] == "ok")
-        & frame["p50_us"].notna()
-        & (frame["cache"] == "cold")
+        (frame["cache"] == "cold")
         & (frame["quant"] == "none")
         & frame["clock"].isin(["graph", "cpu"])
         & frame["path_ran"].isin(latency.MODELLED)

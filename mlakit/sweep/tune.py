@@ -11,7 +11,7 @@ from mlakit.archs import base_name
 from mlakit.datafiles import data_dir
 from mlakit.dispatch import table
 from mlakit.errors import MisuseError
-from mlakit.records import CONTROLS
+from mlakit.records import CONTROLS, with_figure
 from mlakit.sweep.parquet import replace_whole
 
 HYSTERESIS = 0.01
@@ -23,9 +23,9 @@ GROUP = "q_lora_rank kv_lora_rank dtype quant clock".split()
 
 def candidates(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that may be chosen: with a figure, cold cache, split views, no fallback."""
-    ok = (frame["status"] == "ok") & frame["p50_us"].notna() & ~frame["path_ran"].isin(CONTROLS)
-    real = frame["path_ran"] == frame["path_requested"]
-    return frame[ok & real & (frame["cache"] == "cold") & (frame["layout"] == "split")]
+    frame = with_figure(frame)
+    real = (frame["path_ran"] == frame["path_requested"]) & ~frame["path_ran"].isin(CONTROLS)
+    return frame[real & (frame["cache"] == "cold") & (frame["layout"] == "split")]
 
 
 def ladder_steps(part: pd.DataFrame) -> list[tuple[int, str]]:
