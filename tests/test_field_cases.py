@@ -229,9 +229,7 @@ def test_a_notebook_s_kernel_sees_the_switches_of_the_shell(tmp_path, monkeypatc
 def test_the_report_lists_switches_eps_and_devices_by_their_names(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_USE_AITER", "1")
     folder = tmp_path / "r"
-    run = store.create_run(
-        store.report_run(folder), grid.expand(batches=[1]), measure=["timing"]
-    )
+    run = store.create_run(store.report_run(folder), grid.expand(batches=[1]), measure=["timing"])
     card = {"device": "AMD Instinct MI300X", "arch_raw": "gfx942:sramecc+", "torch": "2.11+rocm7.2"}
     run.save(environment={"python": "3.12", "devices": {"cuda:0": card}})
     run.close()
