@@ -10,6 +10,7 @@ Two figures from different clocks are never divided by each other.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -182,8 +183,12 @@ def capture(call: Callable, slots: list[Slot]) -> tuple[torch.cuda.CUDAGraph, li
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 outs = [call(*slot.args, out=slot.out) for slot in slots]
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # The end of a capture that failed says only that it did; the call says why.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
     finally:
         if was_collecting:
             gc.enable()

@@ -1,5 +1,7 @@
 """Planners with hostile estimates, and the CPU lane on a ring of buffers."""
 
+import contextlib
+import gc
 import math
 import os
 import subprocess
@@ -149,6 +151,36 @@ def fake_capture(call, slots):
     graph = FakeGraph(call, slots)
     graph.replay()
     return graph, graph.outs
+
+
+def test_a_failed_capture_says_what_the_call_said(monkeypatch):
+    class Failing(FakeGraph):
+        def __init__(self):
+            pass
+
+        def capture_begin(self, capture_error_mode):
+            pass
+
+        def capture_end(self):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Side:
+        synchronize = staticmethod(lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Side)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Failing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
+    warm = buffers.Ring(replace(GRAPH, m=7), "cpu", 1).slots[0]
+    answers = iter(["warm"])
+
+    def call(*args, out=None):  # warms up well, then fails where it is captured
+        if next(answers, None) is None:
+            raise ValueError("this path allocates on the host")
+
+    with pytest.raises(ValueError, match="allocates on the host"):
+        clock.capture(call, [warm])
+    assert gc.isenabled()
 
 
 def test_graph_lane_replays_rotating_slots_and_checks_what_was_timed(monkeypatch):
