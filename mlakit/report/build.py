@@ -196,7 +196,10 @@ def _run_notebooks(
 
     def run(order: tuple) -> runbook.NotebookRun:
         done = runbook.run_notebook(
-            *order, cell_limit_s=options.cell_limit_s, run_limit_s=options.run_limit_s
+            *order,
+            cell_limit_s=options.cell_limit_s,
+            run_limit_s=options.run_limit_s,
+            at_once=options.jobs,
         )
         words = done.status + (f": {done.reason}" if done.reason else "")
         progress(f"{order[1].stem}: {words} ({done.seconds:.1f} s)")

@@ -114,11 +114,13 @@ def run_notebook(
     *,
     cell_limit_s: float = 300,
     run_limit_s: float = 900,
+    at_once: int = 1,
 ) -> NotebookRun:
     """Execute ``source`` with ``parameters`` into ``target``; never raises for a failing notebook.
 
     Both limits end the whole process tree; nothing is left running. What was executed is saved
-    in every case in which papermill saved anything, without paths, user, host and tokens.
+    in every case in which papermill saved anything, without paths, user, host and tokens. Of
+    ``at_once`` notebooks each takes its share of the cores, unless ``OMP_NUM_THREADS`` is set.
 
     Raises:
         MisuseError: parameters that the notebook does not declare, before a kernel starts.
@@ -139,7 +141,7 @@ def run_notebook(
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=_environment(Path(scratch)),
+            env=_environment(Path(scratch), at_once),
             text=True,
             start_new_session=True,
         )
@@ -169,7 +171,7 @@ def run_notebook(
     )
 
 
-def _environment(scratch: Path) -> dict[str, str]:
+def _environment(scratch: Path, at_once: int) -> dict[str, str]:
     """The child's environment: works with no HOME, no display and any MPLBACKEND."""
     spec = scratch / "share" / "kernels" / KERNEL
     spec.mkdir(parents=True)
@@ -186,7 +188,10 @@ def _environment(scratch: Path) -> dict[str, str]:
     for folder in folders.values():
         folder.mkdir()
     home = os.path.expanduser("~")
+    # Two that each spin on every core take three times as long as one after the other.
+    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
     return {
+        "OMP_NUM_THREADS": str(threads),
         **os.environ,
         **{k: str(v) for k, v in folders.items()},
         # Compilers keep their caches at home: an empty one each time would build all anew.

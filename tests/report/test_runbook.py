@@ -148,3 +148,13 @@ def test_planted_secrets_are_not_kept(tmp_path, monkeypatch):
     for artefact in (saved, text, done.reason):
         for planted in ("PLANTEDPLANTED", "hunter22", "maria.planted", str(tmp_path)):
             assert planted not in artefact
+
+
+@pytest.mark.parametrize(("already", "expected"), [(None, "1"), ("3", "3")])
+def test_notebooks_that_run_at_once_share_the_cores(tmp_path, monkeypatch, already, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if already:
+        monkeypatch.setenv("OMP_NUM_THREADS", already)
+    cores = len(os.sched_getaffinity(0))
+    cell = f"import os\nassert os.environ['OMP_NUM_THREADS'] == '{expected}'"
+    assert run(tmp_path, cell, END, at_once=cores).status == "ok"
