@@ -139,15 +139,18 @@ def peers(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def not_run(frame: pd.DataFrame) -> pd.DataFrame:
-    """Paths without figures: each distinct (path, status, reason) with the batches it is for."""
+    """Paths without figures: those of one status, reason and set of batches share a row."""
     rest = peers(frame)
     rest = rest[rest["status"] != "ok"]
     if rest.empty:
         return pd.DataFrame(columns=["path", "status", "reason", "batches"])
-    grouped = rest.groupby(["path_requested", "status", "reason"], dropna=False, sort=False)["m"]
-    frame = grouped.agg(lambda m: ", ".join(str(v) for v in sorted(set(m)))).reset_index()
+    why = ["status", "reason"]
+    by_path = rest.groupby(["path_requested", *why], dropna=False, sort=False)["m"]
+    frame = by_path.agg(lambda m: ", ".join(str(v) for v in sorted(set(m)))).reset_index()
     frame["path_requested"] = frame["path_requested"].str.replace(",", ", ")
-    return frame.set_axis(["path", "status", "reason", "batches"], axis=1)
+    alike = frame.groupby([*why, "m"], dropna=False, sort=False)["path_requested"]
+    frame = alike.agg(", ".join).reset_index()
+    return frame[["path_requested", *why, "m"]].set_axis(["path", *why, "batches"], axis=1)
 
 
 # ---- sentences
@@ -194,7 +197,7 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     rows = ran[ran["path_ran"].isin(fused) & ran["ratio"].notna()]
     if rows.empty:
         why = not_run(frame)
-        why = why[why["path"].isin(fused)]
+        why = why[[not fused.isdisjoint(paths.split(", ")) for paths in why["path"]]]
         reason = why["reason"].iloc[0] if len(why) else "none was asked for"
         return [*sentences, f"No fused path ran ({reason}); no speedup is stated."]
     top = rows.loc[rows.groupby("m")["p50_us"].idxmin()].sort_values("m")

@@ -91,3 +91,22 @@ def test_published_figures_match_the_arch_whole():
     assert len(chapters.published("gfx950"))
     assert chapters.published("cpu").empty
     assert chapters.published("gfx95" + "9").empty
+
+
+def test_paths_of_one_reason_share_a_row():
+    rows = pd.DataFrame(
+        [
+            {"path_requested": p, "path_ran": "", "status": s, "reason": r, "m": m}
+            for m in (64, 257)
+            for p, s, r in (
+                ("torch_native", "skipped", "no gfx950 device here"),
+                ("inductor", "skipped", "no gfx950 device here"),
+                ("cpu_fused", "ok", ""),
+                ("dual_stream", "skipped", "a CPU has no second stream"),
+            )
+        ]
+    )
+    assert chapters.not_run(rows).values.tolist() == [
+        ["torch_native, inductor", "skipped", "no gfx950 device here", "64, 257"],
+        ["dual_stream", "skipped", "a CPU has no second stream", "64, 257"],
+    ]
