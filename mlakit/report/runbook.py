@@ -171,7 +171,7 @@ def run_notebook(
     )
 
 
-def _environment(scratch: Path, at_once: int) -> dict[str, str]:
+def _environment(scratch: Path, at_once: int = 1) -> dict[str, str]:
     """The child's environment: works with no HOME, no display and any MPLBACKEND."""
     spec = scratch / "share" / "kernels" / KERNEL
     spec.mkdir(parents=True)
