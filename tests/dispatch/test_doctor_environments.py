@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from package_index import install
 
 from mlakit.datafiles import data_dir
 
@@ -47,20 +48,6 @@ def shown(heading):
     """The lines of the code block below a heading of the page."""
     part = PAGE.partition(f"## {heading}\n")[2]
     return part.partition("```\n")[2].partition("```")[0].splitlines()
-
-
-def install(requirement, folder):
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--timeout", "20"]
-    done = subprocess.run(
-        [*command, "--retries", "1", "--no-compile", "--target", str(folder), requirement],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
-        pytest.skip(f"no package index offers {requirement} here: {last[:150]}")
 
 
 def test_no_aiter(tmp_path):

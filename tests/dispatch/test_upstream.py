@@ -1,13 +1,12 @@
 """Engines' policies against their own released source, branch by branch, over all contexts."""
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import vllm_source
+from package_index import download
 from sglang_source import Release
 
 from mlakit.dispatch import diff, policies
@@ -26,25 +25,10 @@ def wheels(tmp_path_factory):
     return tmp_path_factory.mktemp("sglang")
 
 
-def fetch(version: str, folder):
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run(
-        [*command, "-q", "--timeout", "20", "--retries", "1", "-d", folder, f"sglang=={version}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
-        pytest.skip(f"no package index offers sglang {version} here: {last[:150]}")
-    return next(folder.glob(f"sglang-{version}-*.whl"))
-
-
 @pytest.mark.upstream
 @pytest.mark.parametrize("version", RELEASES)
 def test_policy_equals_the_released_branch(version, wheels):
-    release = Release(fetch(version, wheels))
+    release = Release(download(f"sglang=={version}", wheels))
     wrong, seen = [], Counter()
     for c in diff.contexts():
         path, launches = release.choose(c)

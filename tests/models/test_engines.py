@@ -3,7 +3,6 @@
 import ast
 import inspect
 import os
-import subprocess
 import sys
 import types
 import zipfile
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from package_index import download
 
 from mlakit import inputs, rounding, shapes
 from mlakit.dispatch import call
@@ -169,18 +169,6 @@ def test_without_aiter_the_batched_product_is_refused():
         engines.aiter_batched_a8w8(*(torch.zeros(1),) * 3)
 
 
-def fetch(package, folder):
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run(
-        [*command, "--timeout", "20", "--retries", "1", "-d", folder, package],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
-        pytest.skip(f"no package index offers {package} here: {last[:150]}")
-    return zipfile.ZipFile(next(folder.glob("*.whl")))
-
-
 def bind_calls(source, drop_ins):
     """Bind every call of a named function in ``source`` to its drop-in; which were called."""
     seen = set()
@@ -204,7 +192,7 @@ def lines_to_change(heading):
 def test_sglangs_own_call_sites_fit(tmp_path):
     """Every call of the dual norm in SGLang's released module binds to a drop-in's signature."""
     folder = "sglang/srt/models/deepseek_common/attention_forward_methods/"
-    wheel = fetch("sglang==0.5.15", tmp_path)
+    wheel = zipfile.ZipFile(download("sglang==0.5.15", tmp_path))
     names = [n for n in wheel.namelist() if n.startswith(folder) and n.endswith(".py")]
     source = [wheel.read(n).decode() for n in names]
     drop_ins = {
@@ -232,7 +220,7 @@ def test_vllms_own_call_site_fits():
 @pytest.mark.upstream
 def test_aiters_own_batched_product_takes_the_adapters_arguments(tmp_path):
     """The index's AITER is older than the dual norm, but has this kernel."""
-    wheel = fetch("amd-aiter==0.1.7.post2.dev18", tmp_path)
+    wheel = zipfile.ZipFile(download("amd-aiter==0.1.7.post2.dev18", tmp_path))
     source = wheel.read(f"aiter/ops/triton/{engines.BATCHED}.py")
     made = next(
         n for n in ast.parse(source).body

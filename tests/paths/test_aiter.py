@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from package_index import install
 
 from mlakit import inputs, rounding, shapes
 from mlakit.context import Context
@@ -317,20 +318,6 @@ def test_a_bare_folder_called_aiter_is_not_amds(tmp_path):
     found, refusal = ask(tmp_path)
     assert f"a folder called aiter at {tmp_path / 'aiter'} is not AMD's AITER" in found
     assert "aiter does not import" in refusal or "no fused_qk_rmsnorm" in refusal
-
-
-def install(requirement, folder):
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--timeout", "20"]
-    done = subprocess.run(
-        [*command, "--retries", "1", "--target", str(folder), requirement],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["pip gave no message"])[-1]
-        pytest.skip(f"no package index offers {requirement} here: {last[:150]}")
 
 
 @pytest.mark.upstream
