@@ -47,6 +47,13 @@ class LockedError(RuntimeError):
     """Another process holds a device or a run; the message names it."""
 
 
+def fault_status(error: BaseException) -> str:
+    """The status of a row whose path raised ``error``: ``oom`` or ``failed``."""
+    # torch's own error is told by its name: a driver of workers does without torch
+    lost = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return "oom" if lost or "can't allocate memory" in str(error) else "failed"
+
+
 def one_line(error: BaseException) -> str:
     """``Type: first line of the message``, cut at 200 characters."""
     text = str(error).strip().splitlines()

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mlakit"
-BASE = "errors datafiles versions shapes archs context records rounding inputs formats"
+BASE = "errors locks datafiles versions shapes archs context records rounding inputs formats"
 LAYERS = [
     set(BASE.split()),
     {"paths"},

@@ -95,11 +95,11 @@ def split(values: list[str] | None) -> list[str]:
     return [v.strip() for text in values or [] for v in text.split(",") if v.strip()]
 
 
-def whole(values: list[str]) -> list[int]:
+def whole(values: list[str] | None) -> list[int]:
     """Numbers of rows from their spellings."""
-    from mlakit.sweep.grid import whole
+    from mlakit.sweep import grid
 
-    return [whole(v) for v in values]
+    return [grid.whole(v) for v in split(values)]
 
 
 def print_rows(rows: list[dict], title: str, as_json: bool = False) -> None:
@@ -139,9 +139,9 @@ def given(**options) -> dict:
 def progress():
     """Progress for a sweep: a bar on a terminal, one plain line a cell elsewhere."""
     if not sys.stderr.isatty():
-        return lambda done, total, cell, words: line(
-            f"[{done}/{total}] {cell.arch} {cell.widths} M={cell.m} {cell.dtype}: {words}"
-        )
+        from mlakit.sweep.run import progress_line
+
+        return lambda *job: line(progress_line(*job))
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -74,12 +74,12 @@ def drift(
         if not cards or any(vendor_of(check_arch(a)) != "amd" for a in cards):
             raise MisuseError("--emulate runs an AMD card's binary: name it, --arch gfx942")
         path, batch = ["triton_fused"], batch or ["64"]
-    lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch or ["257"]}
-    lists |= {"dtypes": dtype, "quants": quant, "paths": path}
-    asked = SweepSpec.parse(
-        given(**{k: split(v) for k, v in lists.items()}, seed=seed) | {"measure": ["accuracy"]}
-    )
-    done = run.run_asked(asked.expand_values(), store.new_run_dir(out), asked.options(), progress())
+    chosen = given(
+        archs=arch, models=model, hidden=hidden, batches=batch or ["257"], dtypes=dtype,
+        quants=quant, paths=path, seed=seed,
+    )  # fmt: skip
+    asked = SweepSpec.parse(chosen | {"measure": ["accuracy"]})
+    done = run.run_asked(asked.values(), out, progress=progress(), **asked.options())
     rows = store.read_rows(done.run_dir, "accuracy")
     judged = rows[rows["share_correct"].notna()]
     if emulate:

@@ -10,7 +10,7 @@ import typer
 
 from mlakit.archs import default_device
 from mlakit.cli import base
-from mlakit.cli.base import Json, app, print_rows, whole
+from mlakit.cli.base import Json, app, print_rows
 from mlakit.errors import MisuseError
 
 
@@ -80,10 +80,11 @@ def explain(
     from mlakit.dispatch import probe
     from mlakit.dispatch.explain import explain as ask
     from mlakit.shapes import parse_hidden
+    from mlakit.sweep import grid
 
     widths = parse_hidden(hidden)
     asked = {
-        "m": whole([batch])[0],
+        "m": grid.whole(batch),
         "q_lora_rank": widths.q_lora_rank,
         "kv_lora_rank": widths.kv_lora_rank,
         "dtype": dtype,

@@ -50,31 +50,26 @@ def sweep(
     from mlakit.sweep import run, store
     from mlakit.sweep.spec import SweepSpec
 
+    chosen = given(
+        preset=preset, archs=arch, models=model, hidden=hidden, batches=batch, dtypes=dtype,
+        quants=quant, layouts=layout, clocks=clock, caches=cache, paths=path, measure=measure,
+        budget_s=budget_s, time_limit_s=time_limit_s, seed=seed,
+    )  # fmt: skip
+    options: dict = {"progress": progress()}
     if resume:
-        begun = store.show_run(resume)
-        cells, folder = None, resume
-        options = {"measure": begun["measure"], "force": force, "retry": split(retry)}
-        options |= {"time_limit_s": begun.get("time_limit_s") or run.TIME_LIMIT_S}
+        cells, folder = None, Path(resume)
+        options |= {"force": force, "retry": split(retry)}
     else:
-        lists = {"archs": arch, "models": model, "hidden": hidden, "batches": batch}
-        lists |= {"dtypes": dtype, "quants": quant, "layouts": layout, "clocks": clock}
-        lists |= {"caches": cache, "paths": path, "measure": measure}
-        chosen = given(**{k: split(v) for k, v in lists.items()}, preset=preset, seed=seed)
-        chosen |= given(budget_s=budget_s, time_limit_s=time_limit_s)
-        asked = (
-            SweepSpec.load(spec, **chosen)
-            if spec
-            else SweepSpec.parse(chosen or {"preset": "quick"})
-        )
-        cells, folder, options = asked.cells(here()[0]), store.new_run_dir(out), asked.options()
+        read = SweepSpec.load(spec, **chosen) if spec else None
+        asked = read or SweepSpec.parse(chosen or {"preset": "quick"})
+        cells, folder = asked.cells(here()[0]), store.new_run_dir(out)
+        options |= asked.options()
     if dask:
         from mlakit.sweep.spread import over_dask
 
-        address = None if dask == "local" else dask
-        done = over_dask(cells, folder, scheduler=address, progress=progress(), **options)
+        done = over_dask(cells, folder, scheduler=None if dask == "local" else dask, **options)
     else:
-        options |= {"every_device": every_device}
-        done = run.run_sweep(cells, folder, progress=progress(), **options)
+        done = run.run_sweep(cells, folder, every_device=every_device, **options)
     print_speed(done.run_dir)
     print(done)
     print(done.run_dir)
@@ -130,8 +125,8 @@ def report(
     chosen = given(
         archs=tuple(dict.fromkeys(check_arch(a) for a in split(arch))),
         models=tuple(split(model)),
-        batches=tuple(whole(split(batch))),
-        drift_batches=tuple(whole(split(drift_batch))),
+        batches=tuple(whole(batch)),
+        drift_batches=tuple(whole(drift_batch)),
         notebooks=tuple(names),
     )
     options = build.Options(

@@ -23,7 +23,7 @@ from mlakit.errors import ExitCode, LockedError, MisuseError
 from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
-from mlakit.sweep.run import run_sweep
+from mlakit.sweep.run import progress_line, run_sweep
 
 NOTEBOOKS = ("01_dispatch", "02_speed", "03_drift", "04_codegen")
 GRAVITY = ("killed", "no kernel", "failed", "timed out", "incomplete", "regression")
@@ -135,11 +135,8 @@ def _build(
 ) -> Report:
     scrub.also(folder.resolve().parent, "[runs]")
     begun = time.monotonic()
-
-    def told(done: int, total: int, cell, words: str) -> None:
-        progress(f"[{done}/{total}] {cell.arch} {cell.widths} M={cell.m}: {words}")
-
-    limit = {"time_limit_s": options.cell_limit_s, "progress": told}
+    limit = {"time_limit_s": options.cell_limit_s}
+    limit["progress"] = lambda *job: progress(progress_line(*job))
     summaries = [
         run_sweep(cells, store.report_run(folder, kind), measure=[kind], **limit)
         for kind, cells in jobs.items()

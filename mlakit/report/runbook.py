@@ -20,6 +20,7 @@ from pathlib import Path
 from mlakit.datafiles import read_json
 from mlakit.errors import ExitCode, MisuseError, one_line, unknown
 from mlakit.report import scrub
+from mlakit.sweep.worker import die_with, share_of_cores
 
 STATUS_EXIT = {
     "ok": ExitCode.OK,
@@ -188,11 +189,9 @@ def _environment(scratch: Path, at_once: int = 1) -> dict[str, str]:
     for folder in folders.values():
         folder.mkdir()
     home = os.path.expanduser("~")
-    # Two that each spin on every core take three times as long as one after the other.
-    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
     return {
-        "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        **share_of_cores(at_once),
         **{k: str(v) for k, v in folders.items()},
         # Compilers keep their caches at home: an empty one each time would build all anew.
         "HOME": home if os.access(home, os.W_OK) else str(scratch),
@@ -284,8 +283,6 @@ def _child(order: dict) -> dict:
 
 
 if __name__ == "__main__":
-    from mlakit.sweep.worker import die_with
-
     task = json.load(sys.stdin)
     die_with(task["parent"])  # and the kernel ends with this process, which it watches
     outcome = _child(task)

@@ -1,4 +1,4 @@
-"""``python -m mlakit.sweep.run --preset qk-norm --out runs``: a sweep without the command line.
+"""``python -m mlakit.sweep --preset qk-norm --out runs``: a sweep without the command line.
 
 It needs only torch, triton, numpy, pandas and pyarrow, so it runs on a bare GPU machine.
 """
@@ -11,19 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from mlakit.errors import ExitCode, LockedError, MisuseError
-from mlakit.records import Cell
-from mlakit.sweep import grid, store
-from mlakit.sweep.run import TIME_LIMIT_S, run_asked, run_sweep
-
-
-def print_progress(done: int, total: int, cell: Cell, words: str) -> None:
-    """One plain line a job."""
-    shape = f"{cell.widths} M={cell.m} {cell.dtype} {cell.clock} {cell.cache}"
-    print(f"[{done}/{total}] {cell.arch} {shape}: {words}", flush=True)
+from mlakit.sweep import grid
+from mlakit.sweep.run import progress_line, run_asked, run_sweep
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m mlakit.sweep.run", description=__doc__)
+    p = argparse.ArgumentParser(prog="python -m mlakit.sweep", description=__doc__)
     p.add_argument("--preset", choices=grid.PRESETS)
     p.add_argument("--out", default="runs", help="the folder that the run's folder goes into")
     p.add_argument("--resume", metavar="RUN", help="the folder of a run to go on with")
@@ -31,7 +24,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--every-device", action="store_true")
     p.add_argument("--retry", default="", help="statuses to measure again, with --resume")
     p.add_argument("--measure", default="timing", help="timing, accuracy or both")
-    p.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
+    p.add_argument("--time-limit-s", type=float)
     for name, default in grid.DEFAULTS.items():
         kind = float if name == "budget_s" else int if name == "seed" else str
         p.add_argument("--" + name.replace("_", "-"), type=kind, help=f"default: {default}")
@@ -45,16 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = {n: getattr(a, n) for n in grid.DEFAULTS}
     values = {n: v.split(",") if isinstance(v, str) else v for n, v in values.items()}
     options = {"time_limit_s": a.time_limit_s, "every_device": a.every_device}
+    options["progress"] = lambda *job: print(progress_line(*job), flush=True)
     try:
         if a.resume:
-            measure = store.show_run(a.resume)["measure"]
             retry = a.retry.split(",") if a.retry else ()
-            options |= {"measure": measure, "force": a.force, "retry": retry}
-            summary = run_sweep(None, a.resume, progress=print_progress, **options)
+            summary = run_sweep(None, a.resume, force=a.force, retry=retry, **options)
         else:
             options["measure"] = a.measure.split(",")
-            run_dir = store.new_run_dir(a.out)
-            summary = run_asked(values | {"preset": a.preset}, run_dir, options, print_progress)
+            summary = run_asked(values | {"preset": a.preset}, a.out, **options)
     except MisuseError as error:
         print(error, file=sys.stderr)
         return ExitCode.MISUSE

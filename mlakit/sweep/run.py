@@ -1,13 +1,9 @@
-"""Run a sweep: cells in warm workers, one row for whatever goes wrong, resumable at any point.
-
-As a command it is ``mlakit.sweep.__main__``, on a bare GPU machine too.
-"""
+"""Run a sweep: cells in warm workers, one row for whatever goes wrong, resumable at any point."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 import time
 from collections import Counter
@@ -33,6 +29,12 @@ TIME_LIMIT_S = 300.0
 Job = tuple[str, Cell]
 Progress = Callable[[int, int, Cell, str], None]
 """Called with (jobs done, jobs in all, the cell, its statuses in words) after each job."""
+
+
+def progress_line(done: int, total: int, cell: Cell, words: str) -> str:
+    """What ``Progress`` is called with, as one plain line."""
+    shape = f"{cell.widths} M={cell.m} {cell.dtype} {cell.clock} {cell.cache}"
+    return f"[{done}/{total}] {cell.arch} {shape}: {words}"
 
 
 @dataclass
@@ -108,19 +110,29 @@ def settle_environment(run: store.Run, env: dict, force: bool) -> None:
 
 @contextlib.contextmanager
 def open_sweep(
-    cells: Sequence[Cell] | None, run_dir: Path, measure: Sequence[str], resume: bool, **record
-) -> Iterator[store.Run]:
+    cells: Sequence[Cell] | None,
+    run_dir: Path,
+    measure: Sequence[str],
+    resume: bool,
+    spec: dict | None,
+    time_limit_s: float | None,
+) -> Iterator[tuple[store.Run, float]]:
     """Create the run at ``run_dir`` or open the one that is there; whatever happens, close it.
 
+    Yields the run, and the most seconds that a cell of it may take.
+
     Raises:
-        MisuseError: a run is there and ``resume`` is False, or it holds other cells.
+        MisuseError: a run is there and ``resume`` is False, it holds other cells, or no limit.
     """
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
     for kind in measure:
         if kind not in FUNCTIONS:
             raise unknown("kind of measurement", kind, FUNCTIONS)
     before = {"status": "incomplete", "ended_at": store.now()}
     if cells is not None and not (run_dir / "run.json").exists():
-        run = store.create_run(run_dir, list(cells), measure=list(measure), **record)
+        limit = {"time_limit_s": time_limit_s or TIME_LIMIT_S}
+        run = store.create_run(run_dir, list(cells), measure=list(measure), spec=spec, **limit)
     elif not resume:
         raise MisuseError(f"{run_dir} holds a run already: resume it, or name a new folder")
     else:
@@ -131,7 +143,7 @@ def open_sweep(
         if asked not in (None, (run.record["cell_ids"], run.record["measure"])):
             raise MisuseError(f"run {run.id} is of other cells: name a new folder for this sweep")
         run.save(status="running", ended_at=None)
-        yield run
+        yield run, time_limit_s or run.record.get("time_limit_s") or TIME_LIMIT_S
     except (MisuseError, LockedError):
         run.save(**before)
         raise
@@ -197,7 +209,7 @@ def run_sweep(
     force: bool = False,
     retry: Sequence[str] = (),
     every_device: bool = False,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
     spec: dict | None = None,
     functions: dict[str, str] | None = None,
@@ -208,12 +220,13 @@ def run_sweep(
     Args:
         cells: what to measure; None goes on with the run at ``out_dir``.
         out_dir: the run's own folder (``store.new_run_dir`` names one).
-        measure: ``timing``, ``accuracy`` or both.
+        measure: ``timing``, ``accuracy`` or both, of a new run.
         resume: go on with a run that is there; False refuses it.
         force: let a resumed run hold rows of another environment.
         retry: statuses whose cells are measured again.
         every_device: all GPUs of an arch at once, one worker each, rather than the first alone.
-        time_limit_s: the most seconds a cell may take, build and all.
+        time_limit_s: the most seconds a cell may take, build and all; by default what the run
+            was begun with, or ``TIME_LIMIT_S``.
         progress: called after each job.
         spec: what the sweep was asked for, kept in ``run.json``.
         functions: what measures, by kind, as ``module:function``; ``worker.FUNCTIONS`` if absent.
@@ -227,10 +240,7 @@ def run_sweep(
     begun = time.perf_counter()
     run_dir = Path(out_dir)
     try:
-        if not time_limit_s > 0:
-            raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
-        record = {"spec": spec, "time_limit_s": time_limit_s}
-        with open_sweep(cells, run_dir, measure, resume, **record) as run:
+        with open_sweep(cells, run_dir, measure, resume, spec, time_limit_s) as (run, limit_s):
             missing, summary = missing_jobs(run, retry)
             if missing:
                 worker = worker or Worker(run_dir / "worker.log")
@@ -238,7 +248,7 @@ def run_sweep(
                 settle_environment(run, env, force)
                 set_aside(run, missing)
                 every = FUNCTIONS | (functions or {})
-                at_work = _AtWork(run_dir, env, every, time_limit_s, summary, progress)
+                at_work = _AtWork(run_dir, env, every, limit_s, summary, progress)
                 at_work.measure(missing, worker, every_device)
             return finish(run, summary, begun)
     finally:
@@ -339,22 +349,15 @@ def count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply
         progress(summary.done, summary.jobs, cell, words)
 
 
-# ---- for a notebook and for a bare machine
+# ---- from what was asked for, without cells
 
 
-def sweep(
-    *,
-    out: str | Path = "runs",
-    progress: Progress | None = None,
-    every_device: bool = False,
-    **spec,
-):
+def sweep(*, out: str | Path = "runs", progress: Progress | None = None, **spec):
     """Run a sweep from a notebook: ``sweep(models=["DeepSeek-V3"], batches=[1, 64])``.
 
     Args:
         out: the folder that the run's folder goes into.
         progress: called after each job.
-        every_device: all GPUs of an arch at once.
         **spec: fields of ``mlakit.sweep.spec.SweepSpec``; without ``archs``, this machine's GPU or,
             where there is none, its CPU.
 
@@ -368,16 +371,17 @@ def sweep(
     from mlakit.sweep.spec import SweepSpec
 
     asked = SweepSpec.parse(spec)
-    summary = run_asked(asked.expand_values(), store.new_run_dir(out), asked.options(), progress)
+    summary = run_asked(asked.values(), out, progress=progress, **asked.options())
     frame = store.read_rows(summary.run_dir, asked.measure[0])
     frame.attrs |= {"run_dir": summary.run_dir, "summary": str(summary)}
     return frame
 
 
-def run_asked(
-    values: dict, run_dir: Path, options: dict, progress: Progress | None = None
-) -> SweepSummary:
-    """``run_sweep`` of ``grid.expand(**values)``, on this machine's first arch if none is named."""
+def run_asked(values: dict, out: str | Path, **options) -> SweepSummary:
+    """``run_sweep`` of ``grid.expand(**values)`` into a new folder below ``out``.
+
+    Where no arch is named it is this machine's first, which a worker is asked for.
+    """
     worker = None
     if values.get("archs") is None:
         grid.expand(**values | {"archs": ("cpu",), "clocks": None})
@@ -390,10 +394,4 @@ def run_asked(
             worker.stop()
         raise
     plain = {k: v for k, v in values.items() if v is not None}
-    return run_sweep(cells, run_dir, progress=progress, worker=worker, spec=plain, **options)
-
-
-if __name__ == "__main__":
-    from mlakit.sweep.__main__ import main
-
-    sys.exit(main())
+    return run_sweep(cells, store.new_run_dir(out), worker=worker, spec=plain, **options)

@@ -17,26 +17,30 @@ from mlakit.sweep.run import TIME_LIMIT_S
 from mlakit.sweep.worker import FUNCTIONS
 
 
-def _listed(value: object) -> object:
-    """``"a,b"`` and a single value are lists too, as a command line gives them."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value if value is None or isinstance(value, list | tuple) else [value]
+def _listed(value: object) -> list | None:
+    """``"a,b"``, ``["a,b", "c"]`` and a single value are lists too, as a command line has them."""
+    if value is None:
+        return None
+    listed: list = []
+    for part in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(part, str):
+            listed += [p.strip() for p in part.split(",") if p.strip()]
+        else:
+            listed.append(part)
+    return listed
 
 
-def _rows(value: object) -> object:
+def _rows(value: object) -> list | None:
     listed = _listed(value)
-    return [whole(m) for m in listed] if isinstance(listed, list | tuple) else listed
+    return listed and [whole(m) for m in listed]
 
 
-def _pairs(value: object) -> object:
+def _pairs(value: object) -> list | None:
     """Widths as ``"1536+512"``; a pair of numbers is one entry of the list."""
     if isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
         value = [value]
     listed = _listed(value)
-    if not isinstance(listed, list | tuple):
-        return listed
-    return ["+".join(map(str, v)) if isinstance(v, list | tuple) else v for v in listed]
+    return listed and ["+".join(map(str, v)) if isinstance(v, list | tuple) else v for v in listed]
 
 
 Names = Annotated[list[str] | None, BeforeValidator(_listed)]
@@ -113,7 +117,7 @@ class SweepSpec(BaseModel):
             raise MisuseError(f"{path} holds no table: write lines such as batches: [1, 64]")
         return cls.parse(values | {k: v for k, v in given.items() if v is not None})
 
-    def expand_values(self) -> dict:
+    def values(self) -> dict:
         """The keyword arguments of ``grid.expand``."""
         return {"preset": self.preset} | {name: getattr(self, name) for name in DEFAULTS}
 
@@ -123,7 +127,7 @@ class SweepSpec(BaseModel):
 
     def cells(self, default_arch: str) -> list[Cell]:
         """The cells, on ``default_arch`` where the specification names none."""
-        values = self.expand_values()
+        values = self.values()
         if self.archs is None and self.clocks and set(self.clocks) != {"cpu"}:
             # which clocks exist is known once the machine has been asked
             values["clocks"] = None

@@ -10,19 +10,17 @@ so two paths are only ever compared on the same device.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mlakit import locks
 from mlakit.archs import vendor_of
 from mlakit.errors import MisuseError
 from mlakit.records import Cell
 from mlakit.sweep import store
 from mlakit.sweep.run import (
-    TIME_LIMIT_S,
     Progress,
     SweepSummary,
     count_in,
@@ -35,16 +33,15 @@ from mlakit.sweep.run import (
 )
 from mlakit.sweep.worker import (
     FUNCTIONS,
+    START_S,
     WarmDevice,
     Worker,
     devices_of,
     difference,
     here,
+    share_of_cores,
     write_fault,
 )
-
-_START_S = 120.0
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def local_cluster(archs: Sequence[str] | None = None):
@@ -62,8 +59,7 @@ def local_cluster(archs: Sequence[str] | None = None):
         probe.stop()
         archs = [d["arch"] for d in probe.environment["devices"].values()]
     # dask would give each worker one thread, and figures of a CPU would be another machine's
-    share = str(max(1, len(os.sched_getaffinity(0)) // max(1, len(archs) - archs.count("cpu"))))
-    threads = {name: os.environ.get(name, share) for name in _THREADS}
+    threads = share_of_cores(len(archs) - archs.count("cpu"))
     workers: dict = {}
     seen: dict[str, int] = {}
     for number, arch in enumerate(archs):
@@ -98,7 +94,7 @@ def over_dask(
     resume: bool = True,
     force: bool = False,
     retry: Sequence[str] = (),
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
     spec: dict | None = None,
     functions: dict[str, str] | None = None,
@@ -117,7 +113,6 @@ def over_dask(
     begun = time.perf_counter()
     distributed = _distributed()
     run_dir = Path(out_dir).absolute()
-    record = {"spec": spec, "time_limit_s": time_limit_s}
     with contextlib.ExitStack() as stack:
         cluster = scheduler or stack.enter_context(local_cluster())
         try:
@@ -126,7 +121,8 @@ def over_dask(
             raise MisuseError(f"no dask scheduler at {scheduler}: {error}") from None
         stack.enter_context(client)
         env = _cluster_environment(client)
-        run = stack.enter_context(open_sweep(cells, run_dir, measure, resume, **record))
+        opened = open_sweep(cells, run_dir, measure, resume, spec, time_limit_s)
+        run, limit_s = stack.enter_context(opened)
         settle_environment(run, env, force)
         missing, summary = missing_jobs(run, retry)
         set_aside(run, missing)
@@ -139,7 +135,7 @@ def over_dask(
                 statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
                 count_in(summary, progress, cell, {"statuses": statuses})
                 continue
-            arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], time_limit_s)
+            arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], limit_s)
             key, offer = f"{run.id}-{kind}-{cell.id}", {cell.arch: 1}
             future = client.submit(
                 _run_cell, *arguments, key=key, resources=offer, pure=False, priority=-rank
@@ -218,7 +214,7 @@ def _run_cell(
     if differs:
         raise MisuseError(f"a dask worker of {cell.arch} is not like the run: {differs}")
     reply: dict = {"statuses": []}
-    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + _START_S):
+    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + START_S):
         if not store.is_done(folder, kind, cell.id):
             device, _ = _STARTED[0]
             device.name = devices_of(cell.arch, env)[0]
@@ -230,14 +226,7 @@ def _run_cell(
 def _claim(path: Path, wait_s: float) -> Iterator[None]:
     """Hold a cell, for as long as this process lives at most: the kernel frees a dead one's."""
     path.parent.mkdir(exist_ok=True)
-    deadline = time.monotonic() + wait_s
-    with open(path, "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path.name} is claimed elsewhere") from None
-                time.sleep(0.2)
+    with open(path, "a+") as file:
+        if locks.take(file.fileno(), wait_s=wait_s):
+            raise TimeoutError(f"{path.name} is claimed elsewhere")
         yield

@@ -8,7 +8,6 @@ there whole or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mlakit import __version__
+from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
 from mlakit.errors import MisuseError, unknown
 from mlakit.records import SCHEMA_VERSION, Cell, check_row
@@ -227,16 +226,10 @@ def lock(path: Path) -> int:
         MisuseError: somebody has it; they are named.
     """
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 100, 0).decode() or "another process"
+    if holder := locks.take(descriptor):
         os.close(descriptor)
-        raise MisuseError(
-            f"{path.name} is in use by {holder}: wait for it, or name another folder"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} since {now()}".encode(), 0)
+        raise MisuseError(f"{path.name} is in use by {holder}: wait for it, or name another folder")
+    locks.sign(descriptor, f"process {os.getpid()} since {now()}")
     return descriptor
 
 
@@ -293,10 +286,7 @@ def _in_use(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
+        return locks.take(descriptor, shared=True) is not None
     finally:
         os.close(descriptor)
 

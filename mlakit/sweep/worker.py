@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mlakit.archs import devices, vendor_of
-from mlakit.errors import MisuseError, one_line
+from mlakit.errors import MisuseError, fault_status, one_line
 from mlakit.records import SCHEMA_VERSION, Cell, CellResult
 from mlakit.shapes import model
 from mlakit.sweep.store import is_done, now, write_part
@@ -42,7 +42,8 @@ FUNCTIONS = {
 LOCK_WAIT_S = 600.0
 """the most seconds that a cell waits for another timing run to leave its device"""
 
-_START_S = 120.0  # importing torch from a cold disk has taken over a minute
+START_S = 120.0
+"""the most seconds a worker takes to start: importing torch from a cold disk took over a minute"""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -129,6 +130,16 @@ def plain_reason(error: BaseException) -> str:
 # ---- the child
 
 
+def share_of_cores(children: int) -> dict[str, str]:
+    """Variables that give each of so many children its share of the cores; one set already stays.
+
+    Two that each spin on every core take three times as long as one after the other.
+    """
+    share = str(max(1, len(os.sched_getaffinity(0)) // max(1, children)))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {name: os.environ.get(name, share) for name in names}
+
+
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, however that dies."""
     with contextlib.suppress(OSError, AttributeError):
@@ -158,10 +169,8 @@ def _measure(request: dict, env: dict) -> dict:
     except Exception as error:
         # one process serves many cells: a fault of any kind is this cell's row, and no more
         traceback.print_exc()
-        lost = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
-        status = "oom" if lost else "failed"
-        reason = plain_reason(error)
-        reply = {"statuses": write_fault(run_dir, kind, cell, env, status, reason, device)}
+        fault = fault_status(error), plain_reason(error), device
+        reply = {"statuses": write_fault(run_dir, kind, cell, env, *fault)}
         return reply | {"measure_s": time.perf_counter() - begun, "recycle": _sticky(device)}
 
 
@@ -254,13 +263,13 @@ class Worker:
             )
         self._pending = b""
         try:
-            self.environment: dict = self._answer(_START_S)["environment"]
+            self.environment: dict = self._answer(START_S)["environment"]
         except BaseException:
             self.stop()
             raise
 
     def measure(
-        self, cell: Cell, *, kind: str, device: str, run_dir: Path, function: str, limit_s: float
+        self, run_dir: Path, kind: str, cell: Cell, device: str, function: str, limit_s: float
     ) -> dict:
         """Have one cell measured and its part written; the worker's reply.
 
@@ -281,10 +290,10 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        begun = self._answer(LOCK_WAIT_S + _START_S)
+        begun = self._answer(LOCK_WAIT_S + START_S)
         if "waiting" in begun:
             print(f"waiting: {begun['waiting']}", file=sys.stderr, flush=True)
-            begun = self._answer(LOCK_WAIT_S + _START_S)
+            begun = self._answer(LOCK_WAIT_S + START_S)
         if "locked" in begun:
             raise guard.LockedError(begun["locked"])
         return self._answer(limit_s)
@@ -341,14 +350,7 @@ class WarmDevice:
         """Measure one cell, or write the row that says why it could not be; the reply."""
         try:
             self._worker = self._worker or Worker(self._log)
-            reply = self._worker.measure(
-                cell,
-                kind=kind,
-                device=self.name,
-                run_dir=run_dir,
-                function=function,
-                limit_s=limit_s,
-            )
+            reply = self._worker.measure(run_dir, kind, cell, self.name, function, limit_s)
         except WorkerLostError as lost:
             self.stop()
             # it may have died after its part was whole

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
+from mlakit.errors import fault_status, one_line
 from mlakit.records import Cell
 from mlakit.timing import stats
 
@@ -41,10 +41,7 @@ class Entry:
 
     def fail(self, error: Exception) -> None:
         """The row says what was raised; the entry has no lane from now on."""
-        self.status = "oom" if _is_oom(error) else "failed"
-        text = str(error).strip().splitlines() or [""]
-        self.reason = f"{type(error).__name__}: {text[0][:200]}"
-        self.lane = None
+        self.status, self.reason, self.lane = fault_status(error), one_line(error), None
 
     @property
     def ran(self) -> str | None:
@@ -88,9 +85,3 @@ class Entry:
             self.reason = f"{gbps:.0f} GB/s, over {margin} times the copy's {copy_gbps:.0f} GB/s"
         elif gbps > copy_gbps:
             self.flags.append("cache-hot")
-
-
-def _is_oom(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )

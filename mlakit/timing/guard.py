@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from mlakit import locks
 from mlakit.archs import Device, arch, devices
 from mlakit.errors import LockedError, MisuseError
 from mlakit.timing import sensors
@@ -201,20 +201,23 @@ def device_lock(device: str, *, wait_s: float = 0.0) -> Iterator[None]:
             "all users can write to"
         ) from None
     try:
-        _wait_for(handle, path, device, time.monotonic() + wait_s)
+        if held := locks.take(handle, wait_s=wait_s):
+            raise LockedError(
+                f"{device} is held for timing by {held}: wait for it, or end it "
+                f"(lock file {path.name})"
+            )
         holder = {
             "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]),
         }
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        locks.sign(handle, json.dumps(holder))
         _HELD[str(path)] = 1
         try:
             yield
         finally:
             _HELD.pop(str(path), None)
-            os.ftruncate(handle, 0)
+            locks.sign(handle)
     finally:
         os.close(handle)
 
@@ -227,18 +230,3 @@ def _open_shared(path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.fchmod(handle, 0o666)
         return handle
-
-
-def _wait_for(handle: int, path: Path, device: str, deadline: float) -> None:
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                held = os.pread(handle, 4096, 0).decode(errors="replace") or "an unnamed process"
-                raise LockedError(
-                    f"{device} is held for timing by {held}: wait for it, or end it "
-                    f"(lock file {path.name})"
-                ) from None
-            time.sleep(0.05)

@@ -217,7 +217,7 @@ def test_a_bare_gpu_machine_needs_no_more_than_it_has(tmp_path, doubles_log):
     block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
     (tmp_path / "sitecustomize.py").write_text(block)
     path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
-    command = "-m mlakit.sweep.run --archs cpu --batches 3 --paths cpu_fused --out".split()
+    command = "-m mlakit.sweep --archs cpu --batches 3 --paths cpu_fused --out".split()
     done = subprocess.run(
         [sys.executable, *command, str(tmp_path / "runs")],
         env=os.environ | {"PYTHONPATH": path},
