@@ -25,8 +25,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 class Config:
     """Every knob of one launch. Rows are rows per program; warps are warps that share one row.
 
-    ``q_warps`` and ``k_warps`` fix the reduction tree of their width; no other knob changes a bit
-    of the result.
+    A row's sum has the tree of its width (``warps_per_row``), of which ``q_warps`` and ``k_warps``
+    hold a part or the whole: no knob but ``own_tree`` changes a bit of the result.
     """
 
     q_rows: int = 1
@@ -46,6 +46,8 @@ class Config:
     """programmatic dependent launch: start while the kernel before drains (sm_90 and later)"""
     release_first: bool = False
     """with ``pdl``: let the next kernel start before this one has waited, rather than after"""
+    own_tree: bool = False
+    """the row's sum has the tree of the warps that hold it, not its width's"""
 
 
 def lanes_of(arch: str) -> int:
@@ -59,7 +61,7 @@ def vector_width(dtype: str) -> int:
 
 
 def warps_per_row(arch: str, width: int, dtype: str) -> int:
-    """Warps that share a row of ``width`` elements: the width's reduction tree, whatever M is.
+    """Warps of the reduction tree of a row of ``width`` elements, whatever M is.
 
     As few as leave a thread two vectors of the row: on an H200 at 1536 + 512 in bf16 this tree is
     within 1 % of the best of nine at every M but 2048 (3 %), and one warp more or less a row costs
@@ -69,6 +71,13 @@ def warps_per_row(arch: str, width: int, dtype: str) -> int:
     while width > 2 * vector_width(dtype) * lanes_of(arch) * warps and warps < MAX_WARPS_PER_ROW:
         warps *= 2
     return warps
+
+
+def trees_of(config: Config, arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:
+    """Warps of the tree of a row's sum, of q and of k, under ``config``."""
+    if config.own_tree:
+        return config.q_warps, config.k_warps
+    return warps_per_row(arch, q_width, dtype), warps_per_row(arch, k_width, dtype)
 
 
 def heuristic(
@@ -89,10 +98,6 @@ def heuristic(
     if arch == "cpu":
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
         return Config(64, 64, q_warps, k_warps, max(q_warps, k_warps))
-    if not batch_invariant and arch == "sm_90" and 1024 < m <= 2048 and q_warps > 1:
-        # Half as many warps a row: 5.88 us against 6.01 at M = 2048, 1536 + 512. At every other
-        # M measured the other trees gain under 1 %.
-        q_warps //= 2
     # Small programs are bound by the rate at which a card starts them, about 1.5 a ns: kv alone
     # takes 34.4 us with 4 warps a program and 41.5 with 1 at M = 65536, 768 + 256 takes 67.6 and
     # 69.4 with 2. kv alone gains 2 % from M = 1024 on, and would lose 2 % at 64.
@@ -120,6 +125,7 @@ def heuristic(
         pdl=early,
         # Back to back 5 to 6 % faster up to M = 8, 1 % at 32; from 64 on 1 to 7 % slower.
         release_first=early and m <= 32,
+        own_tree=not batch_invariant,
     )
 
 
@@ -134,14 +140,17 @@ def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "b
         return f"one program for both parts needs equal rows, not {config.q_rows}, {config.k_rows}"
     if config.pdl and not from_sm_90(arch):
         return f"{arch} has no programmatic dependent launch (sm_90 and later)"
-    for name, rows, warps, width in (
-        ("q", config.q_rows, config.q_warps, q_width),
-        ("k", config.k_rows, config.k_warps, k_width),
+    trees = trees_of(config, arch, q_width, k_width, dtype)
+    for name, rows, warps, tree, width in (
+        ("q", config.q_rows, config.q_warps, trees[0], q_width),
+        ("k", config.k_rows, config.k_warps, trees[1], k_width),
     ):
         if not width:
             continue
         if min(rows, warps) < 1 or rows & (rows - 1) or warps & (warps - 1):
             return f"{name}: rows {rows} and warps {warps} must be powers of two"
+        if warps > tree:
+            return f"{name}: {warps} warps a row; the tree of {width} elements has {tree}"
         if config.num_warps % warps or rows * warps < config.num_warps:
             return f"{name}: {rows} rows of {warps} warps do not fill {config.num_warps} warps"
         chunk = warps * lanes * vec
@@ -160,16 +169,16 @@ def search_space(
     *,
     batch_invariant: bool = True,
 ) -> list[Config]:
-    """Every valid config worth timing for ``m`` rows; only the width's tree if batch-invariant."""
-    base = heuristic(arch, m, q_width, k_width, dtype)
-    trees = [(base.q_warps, base.k_warps)]
-    if not batch_invariant:
-        trees = list(product((1, 2, 4, 8), repeat=2)) if q_width else [(w, w) for w in (1, 2, 4, 8)]
+    """Every valid config worth timing for ``m`` rows, of the width's tree if batch-invariant."""
+    most = [warps_per_row(arch, n, dtype) if batch_invariant else 8 for n in (q_width, k_width)]
+    held = [w for w in product((1, 2, 4, 8), repeat=2) if w[0] <= most[0] and w[1] <= most[1]]
+    if not q_width:
+        held = [(w, w) for w in (1, 2, 4, 8) if w <= most[1]]
     launches = [(False, False), (True, False), (True, True)]
     launches = launches if vendor_of(arch) == "nvidia" else launches[:1]
-    found = {}
+    found: dict[Config, None] = {}
     for (q_warps, k_warps), groups, rows, separate in product(
-        trees, (1, 2, 4), (1, 2, 4), (True, False)
+        held, (1, 2, 4), (1, 2, 4), (True, False)
     ):
         num_warps = max(q_warps, k_warps) * groups
         q_rows, k_rows = (num_warps // w * rows for w in (q_warps, k_warps))
@@ -179,7 +188,7 @@ def search_space(
             (True, False), (True, False), (False, True), launches
         ):
             rest = separate, persistent, hoist, evict, *launch
-            config = Config(q_rows, k_rows, q_warps, k_warps, num_warps, *rest)
+            config = Config(q_rows, k_rows, q_warps, k_warps, num_warps, *rest, not batch_invariant)
             if rows <= m and check(config, arch, q_width, k_width, dtype) is None:
                 found[config] = None
     return list(found)
@@ -213,6 +222,7 @@ def constants(
     k_aligned: bool = True,
 ) -> dict[str, object]:
     """The kernel's compile-time arguments, in its order, for one config on one arch."""
+    trees = trees_of(config, arch, q_width, k_width, dtype)
     return {
         "Q_N": q_width,
         "K_N": k_width,
@@ -220,6 +230,8 @@ def constants(
         "K_ROWS": config.k_rows,
         "Q_WARPS": config.q_warps,
         "K_WARPS": config.k_warps,
+        "Q_TREE": trees[0],
+        "K_TREE": trees[1],
         "NUM_WARPS": config.num_warps,
         "LANES": lanes_of(arch),
         "VEC": vector_width(dtype),

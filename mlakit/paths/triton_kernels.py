@@ -26,8 +26,8 @@ def _halve(values):
 
 
 @triton.jit
-def _row_total(pieces, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """Tuple of (R, C) with C * len(pieces) = WARPS * LANES * VEC -> (R,): the fixed tree."""
+def _warp_totals(pieces, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """Tuple of (R, C) with C * len(pieces) = WARPS * LANES * VEC -> (R, WARPS)."""
     for _ in tl.static_range(3):
         if len(pieces) > 1:
             halved = ()
@@ -38,12 +38,73 @@ def _row_total(pieces, WARPS: tl.constexpr, LANES: tl.constexpr):
     for _ in tl.static_range(3):
         if total.shape[1] > WARPS * LANES:
             total = _halve(total)
-    # tl.sum over a whole row takes two barriers; splitting what the warps leave takes one.
-    total = tl.sum(tl.reshape(total, (total.shape[0], WARPS, LANES)), axis=2)
+    return tl.sum(tl.reshape(total, (total.shape[0], WARPS, LANES)), axis=2)
+
+
+@triton.jit
+def _row_total(parts):
+    """Tuple of (R, WARPS) -> (R,): the tree's warps, of which WARPS at a time are side by side.
+
+    tl.sum over a whole row takes two barriers; splitting what the warps leave takes one.
+    """
+    ROWS: tl.constexpr = parts[0].shape[0]
+    WARPS: tl.constexpr = parts[0].shape[1]
+    TREE: tl.constexpr = WARPS * len(parts)
+    # All parts into one tensor first, so that the warps meet only once.
+    for _ in tl.static_range(3):
+        if len(parts) > 1:
+            joined = ()
+            for i in tl.static_range(len(parts) // 2):
+                both = tl.join(parts[i], parts[i + len(parts) // 2])
+                joined = joined + (tl.reshape(both, (ROWS, WARPS, both.numel // ROWS // WARPS)),)
+            parts = joined
+    total = parts[0]
+    if TREE > WARPS:
+        total = tl.reshape(tl.permute(total, (0, 2, 1)), (ROWS, TREE))
     for _ in tl.static_range(5):
         if total.shape[1] > 1:
             total = _halve(total)
-    return tl.reshape(total, (total.shape[0],))
+    return tl.reshape(total, (ROWS,))
+
+
+@triton.jit
+def _reciprocal_root(mean, DTYPE: tl.constexpr):
+    """1 / sqrt(mean) in float32, as exact as an output of DTYPE can show."""
+    root = tl.rsqrt(mean)
+    if DTYPE == tl.float16:
+        # The card's rsqrt is up to 2 float32 ulps off, which shows in 1 of 5,000 fp16 elements
+        # (bf16: 1 of 40,000). One Newton step; an infinite mean keeps its 0.
+        missing = tl.fma(-mean * root, root, 1.0)
+        root = tl.where(mean < float("inf"), tl.fma(root * 0.5, missing, root), root)
+    return root.to(tl.float32)
+
+
+@triton.jit
+def rstd_of(
+    pieces, eps, N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    DTYPE: tl.constexpr, PIECES: tl.constexpr = 1,
+):  # fmt: skip
+    """(R, 1) float32: 1/rms of rows held as chunks of PIECES pieces, (R, WARPS * LANES * VEC).
+
+    The sum has the tree of TREE warps a row, of which the WARPS that hold it do several each.
+    DTYPE: of the rows; pieces of them may be float32 already.
+    """
+    # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
+    WIDE: tl.constexpr = tl.float64 if DTYPE == tl.float32 else tl.float32
+    WARPS: tl.constexpr = pieces[0].shape[1] * PIECES // (LANES * VEC)
+    STEP: tl.constexpr = TREE // WARPS * PIECES
+    parts = ()
+    for first in tl.static_range(0, STEP, PIECES):
+        sums = ()
+        for p in tl.static_range(PIECES):
+            squares = tl.zeros(pieces[0].shape, WIDE)
+            for i in tl.static_range(first + p, len(pieces), STEP):
+                value = pieces[i].to(WIDE)
+                squares += value * value
+            sums = sums + (squares,)
+        parts = parts + (_warp_totals(sums, WARPS, LANES),)
+    mean = _row_total(parts) * (1.0 / N) + tl.cast(eps, WIDE)
+    return _reciprocal_root(mean, DTYPE)[:, None]
 
 
 @triton.jit
@@ -87,9 +148,9 @@ def prefetch(weight, N: tl.constexpr):
 @triton.jit
 def _normalise(
     x, x_stride, weight, held_weight, out, out_stride, first_row, m, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, NUM_WARPS: tl.constexpr, HOIST: tl.constexpr, HELD: tl.constexpr,
-    EVICT: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TREE: tl.constexpr,
+    LANES: tl.constexpr, VEC: tl.constexpr, NUM_WARPS: tl.constexpr, HOIST: tl.constexpr,
+    HELD: tl.constexpr, EVICT: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows of x from first_row on into out; rows from m on are not touched.
 
@@ -126,19 +187,9 @@ def _normalise(
         scale = held_weight
     elif HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
-    # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
-    WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float32 else tl.float32
-    sums = ()
-    for p in tl.static_range(PIECES):
-        squares = tl.zeros((ROWS, CHUNK // PIECES), WIDE)
-        for i in tl.static_range(p, len(pieces), PIECES):
-            value = pieces[i].to(WIDE)
-            squares += value * value
-        sums = sums + (squares,)
-    mean = _row_total(sums, WARPS, LANES) * (1.0 / N) + tl.cast(eps, WIDE)
+    rstd = rstd_of(pieces, eps, N, TREE, LANES, VEC, x.dtype.element_ty, PIECES)
     if not HELD and not HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
-    rstd = _reciprocal_root(mean, x.dtype.element_ty)[:, None]
     for i in tl.static_range(len(pieces)):
         at = cols + (i // PIECES * CHUNK + i % PIECES)
         inside = here & (at < N) if (i // PIECES + 1) * CHUNK > N else here
@@ -147,25 +198,14 @@ def _normalise(
 
 
 @triton.jit
-def _reciprocal_root(mean, DTYPE: tl.constexpr):
-    """1 / sqrt(mean) in float32, as exact as an output of DTYPE can show."""
-    root = tl.rsqrt(mean)
-    if DTYPE == tl.float16:
-        # The card's rsqrt is up to 2 float32 ulps off, which shows in 1 of 5,000 fp16 elements
-        # (bf16: 1 of 40,000). One Newton step; an infinite mean keeps its 0.
-        missing = tl.fma(-mean * root, root, 1.0)
-        root = tl.where(mean < float("inf"), tl.fma(root * 0.5, missing, root), root)
-    return root.to(tl.float32)
-
-
-@triton.jit
 def qk_rmsnorm_kernel(
     q, q_weight, q_out, k, k_weight, k_out,
     q_stride, k_stride, q_out_stride, k_out_stride, m, q_eps: tl.float64, k_eps: tl.float64,
     Q_N: tl.constexpr, K_N: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr,
-    Q_WARPS: tl.constexpr, K_WARPS: tl.constexpr, NUM_WARPS: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, SEPARATE: tl.constexpr, PERSISTENT: tl.constexpr, HOIST: tl.constexpr,
-    EVICT: tl.constexpr, PDL: tl.constexpr, Q_ALIGNED: tl.constexpr, K_ALIGNED: tl.constexpr,
+    Q_WARPS: tl.constexpr, K_WARPS: tl.constexpr, Q_TREE: tl.constexpr, K_TREE: tl.constexpr,
+    NUM_WARPS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, SEPARATE: tl.constexpr,
+    PERSISTENT: tl.constexpr, HOIST: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    Q_ALIGNED: tl.constexpr, K_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """q: (m, Q_N), k: (m, K_N) of any row strides; Q_N may be 0.
 
@@ -185,13 +225,15 @@ def qk_rmsnorm_kernel(
         if program < k_programs:
             _normalise(
                 k, k_stride, k_weight, (), k_out, k_out_stride, program * K_ROWS, m, k_eps,
-                K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, K_ALIGNED, PDL,
+                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
+                HOIST, False, EVICT, K_ALIGNED, PDL,
             )  # fmt: skip
         else:
             _normalise(
                 q, q_stride, q_weight, (), q_out, q_out_stride, (program - k_programs) * Q_ROWS,
                 m, q_eps,
-                Q_N, Q_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, Q_ALIGNED, PDL,
+                Q_N, Q_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
+                HOIST, False, EVICT, Q_ALIGNED, PDL,
             )  # fmt: skip
         return
     if PDL != "":
@@ -214,21 +256,25 @@ def qk_rmsnorm_kernel(
             if Q_N > 0:
                 _normalise(
                     q, q_stride, q_weight, q_held, q_out, q_out_stride, tile * K_ROWS, m, q_eps,
-                    Q_N, K_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, True, EVICT, Q_ALIGNED, "",
+                    Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
+                HOIST, True, EVICT, Q_ALIGNED, "",
                 )  # fmt: skip
             _normalise(
                 k, k_stride, k_weight, k_held, k_out, k_out_stride, tile * K_ROWS, m, k_eps,
-                K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, True, EVICT, K_ALIGNED, "",
+                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
+                HOIST, True, EVICT, K_ALIGNED, "",
             )  # fmt: skip
         return
     if Q_N > 0:
         _normalise(
             q, q_stride, q_weight, (), q_out, q_out_stride, program * K_ROWS, m, q_eps,
-            Q_N, K_ROWS, Q_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, Q_ALIGNED, "",
+            Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
+            HOIST, False, EVICT, Q_ALIGNED, "",
         )  # fmt: skip
     _normalise(
         k, k_stride, k_weight, (), k_out, k_out_stride, program * K_ROWS, m, k_eps,
-        K_N, K_ROWS, K_WARPS, LANES, VEC, NUM_WARPS, HOIST, False, EVICT, K_ALIGNED, "",
+        K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
+        HOIST, False, EVICT, K_ALIGNED, "",
     )  # fmt: skip
 
 

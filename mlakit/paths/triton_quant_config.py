@@ -87,6 +87,8 @@ def check(
     """
     if config.persistent:
         return "the quantised kernel is not persistent"
+    if config.own_tree:
+        return "the quantised kernel has its width's tree only"
     if config.pdl and not archs.from_sm_90(arch):
         return f"{arch} has no programmatic dependent launch (sm_90 and later)"
     if not config.separate and config.q_rows != config.k_rows:

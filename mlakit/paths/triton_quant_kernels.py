@@ -25,7 +25,7 @@ from mlakit.paths.triton_encoders import (
     peaks_of,
     shuffled_at,
 )
-from mlakit.paths.triton_kernels import _reciprocal_root, _row_total, prefetch
+from mlakit.paths.triton_kernels import prefetch, rstd_of
 
 
 @triton.jit
@@ -68,28 +68,12 @@ def _load_weight(
 
 
 @triton.jit
-def _rstd(
-    pieces, eps, N: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
-):
-    """(R, 1) float32; the sum's tree is that of WARPS warps a row, of which a piece holds some."""
-    # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
-    WIDE: tl.constexpr = tl.float64 if pieces[0].dtype == tl.float32 else tl.float32
-    HELD: tl.constexpr = pieces[0].shape[1] // (LANES * VEC)
-    totals = ()
-    for first in tl.static_range(WARPS // HELD):
-        squares = tl.zeros(pieces[0].shape, WIDE)
-        for c in tl.static_range(first, len(pieces), WARPS // HELD):
-            value = _float(pieces[c]).to(WIDE)
-            squares += value * value
-        totals = totals + (_row_total((squares,), HELD, LANES),)
-    for _ in tl.static_range(5):
-        if len(totals) > 1:
-            halved = ()
-            for i in tl.static_range(len(totals) // 2):
-                halved = halved + (totals[2 * i] + totals[2 * i + 1],)
-            totals = halved
-    mean = totals[0] * (1.0 / N) + tl.cast(eps, WIDE)
-    return _reciprocal_root(mean, pieces[0].dtype)[:, None]
+def _rstd(pieces, eps, N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(R, 1) float32, by ``triton_fused``'s tree of TREE warps a row."""
+    values = ()
+    for i in tl.static_range(len(pieces)):
+        values = values + (_float(pieces[i]),)
+    return rstd_of(values, eps, N, TREE, LANES, VEC, pieces[0].dtype)
 
 
 @triton.jit

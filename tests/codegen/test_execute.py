@@ -46,10 +46,11 @@ def share_equal(found: shipped.Emulated, given: inputs.Inputs, rounding: str | N
 
 
 def warps(n: int) -> Config:
-    return Config(q_warps=n, k_warps=n, num_warps=n)
+    return Config(q_warps=n, k_warps=n, num_warps=n, own_tree=True)
 
 
-WALK = Config(separate=False, persistent=True)
+HELD = Config(q_warps=1, k_warps=1, num_warps=1)
+WALK = Config(separate=False, persistent=True, own_tree=True)
 ODD = Widths(100, 24, 8)
 QUANTS = ("fp8_group128", "fp8_token", "mxfp4")
 FAULTS = ("none", "truncate", "drop_row", "no_mask")
@@ -66,6 +67,8 @@ def made():
                 asked[dtype, arch, n] = shipped.request(arch, V3, dtype, config=warps(n))
         for widths in WIDTHS:
             asked["bf16", arch, widths] = shipped.request(arch, widths)
+        asked["fp16", arch, "tree"] = shipped.request(arch, V3, "fp16")
+        asked["fp16", arch, "held"] = shipped.request(arch, V3, "fp16", config=HELD)
         asked["odd", arch] = shipped.request(arch, ODD, config=warps(1), aligned=False)
         asked["walk", arch] = shipped.request(arch, V3, config=WALK)
         for fault in FAULTS:
@@ -105,6 +108,18 @@ def test_other_dtypes_equal_the_kernel_s_rounding(arch, dtype, made):
         assert share_equal(found, given, "round_once") >= 0.9999
         if dtype == "fp16":
             assert share_equal(found, given) >= 0.9999
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
+def test_fewer_warps_than_the_tree_give_its_bits(arch, made):
+    given = inputs.make(64, V3, "fp16", family="heavy")
+    tree, held = (
+        shipped.emulate_qk_rmsnorm(arch, given, config, made["fp16", arch, key])
+        for config, key in ((None, "tree"), (HELD, "held"))
+    )
+    assert tree.compiled.text != held.compiled.text
+    assert torch.equal(tree.q, held.q)
+    assert torch.equal(tree.k, held.k)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

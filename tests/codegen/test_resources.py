@@ -22,7 +22,9 @@ AMD = ARCHS[:6]
 @pytest.fixture(scope="module")
 def made():
     asked = {
-        (arch, n): request(arch, V3, config=Config(q_warps=n, k_warps=n, num_warps=n))
+        (arch, n): request(
+            arch, V3, config=Config(q_warps=n, k_warps=n, num_warps=n, own_tree=True)
+        )
         for arch in ARCHS
         for n in (1, 2, 8)
     }

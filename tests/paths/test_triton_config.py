@@ -32,15 +32,18 @@ def test_a_widths_tree_depends_on_nothing_but_the_width_by_default(arch):
         trees = {}
         for (q, k), m in ((w, m) for w in WIDTHS for m in ROWS):
             config = heuristic(arch, m, q, k, dtype)
-            trees.setdefault(k, set()).add(config.k_warps)
+            made = triton_config.constants(config, arch, q, k, dtype)
+            trees.setdefault(k, set()).add(made["K_TREE"])
             if q:
-                trees.setdefault(q, set()).add(config.q_warps)
+                trees.setdefault(q, set()).add(made["Q_TREE"])
         assert {len(t) for t in trees.values()} == {1}
 
 
-def test_a_faster_tree_is_used_only_when_asked_for():
-    free = heuristic("sm_90", 2048, 1536, 512, batch_invariant=False)
-    assert free.q_warps != heuristic("sm_90", 2048, 1536, 512).q_warps
+def test_the_tree_follows_the_warps_only_when_asked_to():
+    two = dataclasses.replace(heuristic("sm_90", 2048, 1536, 512), q_rows=1, q_warps=2)
+    own = dataclasses.replace(two, own_tree=True)
+    assert [triton_config.trees_of(c, "sm_90", 1536, 512, "bf16")[0] for c in (two, own)] == [4, 2]
+    assert heuristic("sm_90", 2048, 1536, 512, batch_invariant=False).own_tree
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1201"])
@@ -51,9 +54,10 @@ def test_the_search_space_is_valid_distinct_and_holds_the_heuristic(arch, invari
             space = search_space(arch, m, q, k, batch_invariant=invariant)
             assert all(check(c, arch, q, k) is None for c in space)
             assert len(set(space)) == len(space) > 20
-            assert heuristic(arch, m, q, k) in space
-            trees = {(c.q_warps, c.k_warps) for c in space}
-            assert (len(trees) == 1) == invariant
+            assert heuristic(arch, m, q, k, batch_invariant=invariant) in space
+            tree = triton_config.warps_per_row(arch, q or k, "bf16")
+            assert max(c.q_warps for c in space) == (tree if invariant else 8)
+            assert {c.own_tree for c in space} == {not invariant}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,8 @@ def test_the_search_space_is_valid_distinct_and_holds_the_heuristic(arch, invari
         ({"pdl": True}, "sm_80", "programmatic dependent launch"),
         ({"pdl": True}, "gfx942", "programmatic dependent launch"),
         ({"q_rows": 3}, "sm_90", "powers of two"),
-        ({"q_warps": 8}, "sm_90", "do not fill"),
+        ({"q_warps": 8}, "sm_90", "the tree of 1536 elements has 4"),
+        ({"q_warps": 8, "own_tree": True}, "sm_90", "do not fill"),
         ({"q_rows": 64}, "sm_90", "elements a thread"),
     ],
 )
@@ -82,7 +87,7 @@ def test_the_grid_covers_every_row_once():
         assert q_programs * config.q_rows >= m > (q_programs - 1) * config.q_rows
         assert k_programs * config.k_rows >= m > (k_programs - 1) * config.k_rows
         assert triton_config.programs(config, m, 0, 1) == k_programs
-    walking = Config(4, 4, 4, 4, 4, separate=False, persistent=True)
+    walking = Config(4, 4, 4, 1, 4, separate=False, persistent=True)
     room = triton_config.resident(walking, 132)
     assert triton_config.programs(walking, 100_000, 1536, room) == room == 132 * 8
     assert triton_config.programs(walking, 5, 1536, room) == 2

@@ -66,25 +66,36 @@ def test_float32_weights_stay_float32():
     assert not torch.equal(q_out, once(x.q, x.q_weight.bfloat16(), x.q_eps))
 
 
-@pytest.mark.parametrize(("q", "k"), [(1536, 512), (769, 33)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_no_knob_but_the_tree_changes_a_bit(q, k, dtype):
-    x = inputs.make(21, Widths(q, k, 7), dtype, family="heavy")
+@pytest.mark.parametrize(
+    ("q", "k", "rope", "dtype"),
+    [
+        (1536, 512, 64, "bf16"),
+        (1536, 512, 7, "fp16"),
+        (769, 33, 7, "bf16"),
+        (769, 33, 7, "fp32"),
+        (2049, 1025, 6, "fp16"),
+    ],
+)
+def test_no_knob_changes_a_bit(q, k, rope, dtype):
+    x = inputs.make(128, Widths(q, k, rope), dtype, family="heavy")
     want = triton_fused.call(*x.args)
-    tree = triton_config.heuristic("cpu", 21, q, k, dtype)
+    plain = triton_config.heuristic("cpu", 128, q, k, dtype)
+    tree = plain.q_warps, plain.k_warps
     for change in (
         {"q_rows": 2, "k_rows": 8},
         {"q_rows": 16, "k_rows": 16, "separate": False},
         {"q_rows": 8, "k_rows": 8, "separate": False, "persistent": True},
         {"hoist_weight": False, "evict_first": True},
+        *({"q_warps": min(w, tree[0]), "k_warps": min(w, tree[1])} for w in (1, 2, 4)),
     ):
-        rows = max(1, tree.num_warps // tree.q_warps), max(1, tree.num_warps // tree.k_warps)
-        base = dataclasses.replace(tree, q_rows=rows[0], k_rows=rows[1])
-        config = dataclasses.replace(base, **change)
+        config = dataclasses.replace(plain, **change)
         if triton_config.check(config, "cpu", q, k, dtype):
             config = dataclasses.replace(config, q_rows=16, k_rows=16)
         got = triton_fused.call(*x.args, config=config)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True)), config
+    if dtype == "fp16":  # so few rows show another tree in this dtype alone
+        other = dataclasses.replace(plain, q_warps=1, k_warps=1, own_tree=True)
+        assert not torch.equal(triton_fused.call(*x.args, config=other)[0], want[0])
 
 
 def test_a_row_alone_in_other_memory_has_the_same_bits():
