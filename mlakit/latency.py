@@ -7,7 +7,7 @@ over bandwidth and of the turns that its programs take, since a compute unit hol
 threads at once. On a CPU: a start, and bytes or elements over their rates. Launches follow each
 other, so a path is their sum. Nothing here is per path.
 
-Parameters and known errors are in ``data/latency.csv`` (made by ``mlakit.sweep.calibrate``); an
+Parameters and known errors are in ``data/latency.csv`` (made by ``mlakit.sweep.latency_table``); an
 arch without a line there borrows latencies and shares of peak from the card that it is most like,
 and says so. Evidence is ``modelled``.
 """
@@ -29,8 +29,6 @@ from mlakit.errors import MisuseError
 from mlakit.launches import KINDS, ONE_LAUNCH, ROW_PAIRS, Launch
 from mlakit.shapes import Widths
 
-MODELLED = launches.MODELLED
-"""Paths that ``estimate`` knows how they work."""
 PARAMETERS = {
     "launch_us": "an empty launch, back to back",
     "program_us": "a program's beginning and end",

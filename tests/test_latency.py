@@ -18,7 +18,7 @@ V3 = Widths(1536, 512)
 MODELLED_ARCHS = [a for a in archs.known() if a != "cpu"]
 
 
-@pytest.mark.parametrize("path", [p for p in latency.MODELLED if p in registry.names()])
+@pytest.mark.parametrize("path", [p for p in launches.MODELLED if p in registry.names()])
 def test_plan_has_the_launches_that_the_path_declares(path):
     made = launches.plan(path, V3, 64, arch="sm_90", contiguous=True)
     declared = registry.get(path).launches

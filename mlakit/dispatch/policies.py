@@ -72,10 +72,13 @@ def modelled(c: Context) -> Choice | None:
 
     None where the model knows too few of them to choose from: a quantised q, or one path.
     """
-    from mlakit import latency  # brings pandas, which a call that was measured can do without
+    from mlakit import (
+        latency,
+        launches,
+    )  # bring pandas, which a call that was measured can do without
 
     widths = Widths(c.q_lora_rank, c.kv_lora_rank)
-    paths = [p for p in able(c) if p.name in latency.MODELLED and p.splits_from_m is None]
+    paths = [p for p in able(c) if p.name in launches.MODELLED and p.splits_from_m is None]
     if c.quant != "none" or len(paths) < 2 or c.m < 1:
         return None
     found = {p: latency.estimate(p.name, c.arch, widths, c.m, c.dtype) for p in paths}

@@ -76,7 +76,7 @@ def modelled_paths(arch: str, widths: Widths, dtype: str = "bf16") -> list[str]:
 
     context = Context(arch=arch, m=64, q_lora_rank=widths.q_lora_rank, dtype=dtype,
                       norm_weight_dtype=dtype, kv_lora_rank=widths.kv_lora_rank)  # fmt: skip
-    known = [registry.get(n) for n in registry.names() if n in latency.MODELLED]
+    known = [registry.get(n) for n in registry.names() if n in launches.MODELLED]
     here = [p for p in known if p.timed or arch != "cpu"]
     return [p.name for p in here if p.supports(context) is None]
 

@@ -10,8 +10,9 @@ import pandas as pd
 from mlakit import archs
 from mlakit.context import Context
 from mlakit.datafiles import data_dir, read_table
-from mlakit.records import CONTROLS, TIMING_COLUMNS, with_figure
+from mlakit.records import CONTROLS, with_figure
 from mlakit.shapes import parse_hidden
+from mlakit.sweep import store
 
 FEW_ROUNDS = 20
 """Below this many rounds a comparison of two runs is called uncertain."""
@@ -81,9 +82,7 @@ def rows(
         MisuseError: ``run_dir`` is no run.
     """
     if run_dir:
-        from mlakit.sweep.store import read_rows
-
-        frame = read_rows(run_dir, kind)
+        frame = store.read_rows(run_dir, kind)
     else:
         from mlakit.sweep.run import sweep
 
@@ -108,12 +107,7 @@ def rows(
     return frame[keep].reset_index(drop=True)
 
 
-@cache
-def _recorded() -> pd.DataFrame:
-    from mlakit.sweep.store import read_rows, recorded_files
-
-    frames = [read_rows(f) for f in recorded_files()]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=TIMING_COLUMNS)
+_recorded = cache(store.recorded_rows)
 
 
 def recorded(arch: str = "") -> pd.DataFrame:

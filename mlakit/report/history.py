@@ -55,23 +55,18 @@ def pin(root: str | Path, run: str) -> Path:
 def entries(root: str | Path = "runs") -> list[Entry]:
     """Every run and report below ``root``, oldest first, not yet compared; none is left out."""
     found = []
-    for folder in sorted(p for p in Path(root).glob("*") if p.is_dir()):
-        inner = store.report_run(folder)
-        rows_in = folder if (folder / "run.json").exists() else inner
-        summary = folder / "summary.json"
-        if not (summary.exists() or (rows_in / "run.json").exists()):
-            continue
-        started, status = "", "incomplete"
+    for folder, rows_in in store.runs_below(root):
+        summary, started = folder / "summary.json", ""
         try:
             record = store.show_run(rows_in)
             started, status = record["started_at"], record["status"]
             if summary.exists():
                 status = str(read_json(summary)["status"])
-            elif rows_in == inner:
+            elif rows_in != folder:
                 status = "incomplete"
         except (MisuseError, KeyError, TypeError):
             status = "unreadable"
-        found.append(Entry(folder.name, started, status, rows_in, rows_in == inner))
+        found.append(Entry(folder.name, started, status, rows_in, rows_in != folder))
     return sorted(found, key=lambda e: e.started_at or e.name)
 
 

@@ -1,8 +1,8 @@
 """Fit the latency model to timing rows, and score it on what the fit never saw.
 
 A held-out cell's width pair *and* path are both absent from the fit that predicts it. Errors are
-absolute, in percent of the measured median. ``python -m mlakit.sweep.calibrate`` makes
-``data/latency.csv`` anew (``mlakit.sweep.latency_table``).
+absolute, in percent of the measured median. ``mlakit.sweep.latency_table`` makes
+``data/latency.csv`` of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def usable(frame: pd.DataFrame) -> pd.DataFrame:
         (frame["cache"] == "cold")
         & (frame["quant"] == "none")
         & frame["clock"].isin(["graph", "cpu"])
-        & frame["path_ran"].isin(latency.MODELLED)
+        & frame["path_ran"].isin(launches.MODELLED)
         & (frame["path_ran"].isin(CONTROLS) | (frame["path_ran"] == frame["path_requested"]))
     )
     return frame[keep].reset_index(drop=True)
@@ -245,9 +245,3 @@ def measured_fusion(frame: pd.DataFrame, widths: Widths, dtype: str = "bf16") ->
             row |= {"measured_saved_us": pair.min() - fused.min()}
             found.append(row | {"fused_path": fused.idxmin(), "pair_path": pair.idxmin()})
     return pd.DataFrame(found)
-
-
-if __name__ == "__main__":
-    from mlakit.sweep.latency_table import main
-
-    main()

@@ -1,4 +1,7 @@
-"""``data/latency.csv``: the latency model's parameters and errors, a line each with its source."""
+"""``data/latency.csv``: the latency model's parameters and errors, a line each with its source.
+
+``python -m mlakit.sweep.latency_table`` makes it anew.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from mlakit.sweep.calibrate import (
     with_error,
 )
 from mlakit.sweep.parquet import replace_whole
+from mlakit.sweep.store import read_rows, recorded_rows
 
 
 def lines(arch: str, device: str, what: str, source: str, values: Mapping, path: str = ""):
@@ -40,6 +44,7 @@ def lines(arch: str, device: str, what: str, source: str, values: Mapping, path:
 
 
 def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
+    """Compute units, and what the rows that a card was calibrated on range over."""
     wide = pd.concat([frame["q_lora_rank"], frame["kv_lora_rank"]])
     wide = wide[wide > 0]
     found = {"m_from": frame["m"].min(), "m_to": frame["m"].max()}
@@ -48,13 +53,12 @@ def ranges(frame: pd.DataFrame, units: int) -> dict[str, int]:
 
 
 def error_lines(scores: pd.DataFrame, arch: str, device: str, what: str, source: str) -> list[dict]:
-    return [
-        line
-        for r in scores.to_dict("records")
-        for line in lines(
-            arch, device, what, source, {n: r[n] for n in ("median_pct", "p90_pct")}, r["path_ran"]
-        )
-    ]
+    """Lines of ``calibrate.score``'s rows, two a path."""
+    found: list[dict] = []
+    for r in scores.to_dict("records"):
+        known_errors = {n: r[n] for n in ("median_pct", "p90_pct")}
+        found += lines(arch, device, what, source, known_errors, r["path_ran"])
+    return found
 
 
 def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
@@ -101,8 +105,6 @@ def blind(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     By a fit that had seen their paths at other width pairs, and by one that had not. ``folder``
     holds ``*blind-predictions.csv``, committed first, and ``*latency-blind.parquet``.
     """
-    from mlakit.sweep.store import read_rows
-
     files = sorted(folder.glob("*blind-predictions.csv")), sorted(folder.glob("*blind.parquet"))
     if not all(files):
         return None
@@ -159,14 +161,10 @@ def write(found: Iterable[dict], path: str | Path | None = None) -> Path:
 
 def recorded_frames() -> dict[str, pd.DataFrame]:
     """Committed timing rows by folder; by file for CPUs, whose files may differ in threads."""
-    from mlakit.sweep.store import read_rows, recorded_files
-
-    found: dict[str, list] = {}
-    for file in recorded_files():
-        frame = read_rows(file)
-        cpu = bool((frame["arch"] == "cpu").all())
-        found.setdefault(file.parent.name + f"/{file.name}" * cpu, []).append(frame)
-    return {name: pd.concat(frames, ignore_index=True) for name, frames in found.items()}
+    rows = recorded_rows()
+    of_folder = rows["file"].str.partition("/")[0]
+    names = rows["file"].where(rows["arch"] == "cpu", of_folder)
+    return {str(name): part for name, part in rows.groupby(names, sort=False)}
 
 
 def main() -> None:
@@ -189,3 +187,7 @@ def main() -> None:
     peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
     shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
     print(write([*found, *published_lines(max(shares))]))
+
+
+if __name__ == "__main__":
+    main()

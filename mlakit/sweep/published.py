@@ -11,8 +11,8 @@ from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.sweep.calibrate import fit, known, predict, with_error
 
-PUBLISHED_PRODUCTS = {"MI308": ("gfx942", "MI308X"), "MI350": ("gfx950", "MI350X")}
-"""Hardware as ``data/published.csv`` names it: arch and the line of ``data/archs.csv``."""
+PUBLISHED_PRODUCTS = {"MI308": "MI308X", "MI350": "MI350X"}
+"""Hardware as ``data/published.csv`` names it, and as ``data/archs.csv`` does."""
 NO_MEMORY = {"gbps": 1e5}
 """The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
 again: rows of a hot cache, whose bandwidth goes with the compute units, and none of memory's."""
@@ -33,7 +33,7 @@ def published_cells() -> pd.DataFrame:
     width = frame["n_q"].fillna(frame["n_kv"])
     frame = frame.assign(m=m, p50_us=us, width=width).dropna(subset=["m", "p50_us", "width"])
     columns = {
-        "arch": frame["hardware"].map(lambda h: PUBLISHED_PRODUCTS[h][0]),
+        "arch": frame["hardware"].map(lambda h: card(h).name),
         "device": frame["hardware"],
         "op": frame["op"].str.replace("single RMSNorm, ", "", regex=False),
         "q_lora_rank": 0,
@@ -49,11 +49,12 @@ def published_cells() -> pd.DataFrame:
 
 
 def card(hardware: str) -> archs.Arch:
-    product = PUBLISHED_PRODUCTS[hardware][1]
-    return next(p for p in archs.products() if p.product == product)
+    """The line of ``data/archs.csv`` for a card as ``data/published.csv`` names it."""
+    return next(p for p in archs.products() if p.product == PUBLISHED_PRODUCTS[hardware])
 
 
 def units(hardware: str) -> int:
+    """Its compute units."""
     return known(card(hardware).compute_units, f"compute units of {hardware}")
 
 

@@ -14,6 +14,7 @@ from mlakit.dispatch import policies
 from mlakit.dispatch.choice import OUTSIDE
 from mlakit.dispatch.probe import weight_dtype_for
 from mlakit.errors import MisuseError, RefusedError, unknown
+from mlakit.sweep.store import recorded_rows
 from mlakit.sweep.tune import candidates
 
 TRAFFIC: dict[str, Callable[[int], float]] = {
@@ -130,10 +131,7 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
 
 def held_out() -> pd.DataFrame:
     """The committed timing rows that no table was tuned on and no model was fitted to."""
-    from mlakit.sweep.store import read_rows, recorded_files
-
-    frames = [read_rows(f) for f in recorded_files("*/heldout/*.parquet")]
-    return pd.concat(frames, ignore_index=True)
+    return recorded_rows("*/heldout/*.parquet")
 
 
 def by_policy(frame: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:

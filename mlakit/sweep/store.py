@@ -121,10 +121,17 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     return frame
 
 
-def recorded_files(pattern: str = "*/*.parquet") -> list[Path]:
-    """The committed files of timing rows, below ``data/recorded``."""
-    files = sorted((data_dir() / "recorded").glob(pattern))
-    return [f for f in files if not f.stem.endswith(("accuracy", "samples"))]
+def recorded_rows(pattern: str = "*/*.parquet"):
+    """The committed timing rows as a DataFrame; ``file`` says where below ``data/recorded``."""
+    import pandas as pd
+
+    folder = data_dir() / "recorded"
+    files = [
+        f for f in sorted(folder.glob(pattern)) if not f.stem.endswith(("accuracy", "samples"))
+    ]
+    frames = [read_rows(f).assign(file=f.relative_to(folder).as_posix()) for f in files]
+    empty = pd.DataFrame(columns=[*COLUMNS["timing"], "file"])
+    return pd.concat(frames, ignore_index=True) if frames else empty
 
 
 def read_samples(run_dir: str | Path, cell_id: str | None = None):
@@ -314,31 +321,33 @@ def show_run(path: str | Path) -> dict:
     return record
 
 
+def runs_below(root: str | Path) -> list[tuple[Path, Path]]:
+    """(folder, run with its timing rows) of every run and report below ``root``, by name.
+
+    They are one folder but for a report, whose run lies inside it.
+    """
+    found = []
+    for folder in sorted(p for p in Path(root).glob("*") if p.is_dir()):
+        run = folder if (folder / "run.json").exists() else report_run(folder)
+        if (run / "run.json").exists() or (folder / "summary.json").exists():
+            found.append((folder, run))
+    return found
+
+
 def list_runs(root: str | Path = "runs"):
     """Every run below ``root``, oldest first, as a DataFrame; an unreadable one is listed so."""
     import pandas as pd
 
     rows: list[dict] = []
-    inside = Path(root).glob("*/*-timing/run.json")  # a report's own runs
-    for file in sorted([*Path(root).glob("*/run.json"), *inside]):
+    for _, run in runs_below(root):
         try:
-            record = show_run(file.parent)
+            record = show_run(run)
         except MisuseError:
-            rows.append({"run_id": file.parent.name, "status": "unreadable"})
+            rows.append({"run_id": run.name, "status": "unreadable"})
             continue
-        summary = record.get("summary") or {}
-        rows.append(
-            {
-                "run_id": record["run_id"],
-                "status": record["status"],
-                "started_at": record["started_at"],
-                "ended_at": record.get("ended_at"),
-                "measure": ",".join(record["measure"]),
-                "cells": len(record["cell_ids"]),
-                "done": sum(record["done"].values()),
-                "wall_s": summary.get("wall_s"),
-            }
-        )
+        record |= {"measure": ",".join(record["measure"]), "cells": len(record["cell_ids"])}
+        record |= {"done": sum(record["done"].values())}
+        rows.append(record | {"wall_s": (record.get("summary") or {}).get("wall_s")})
     columns = "run_id status started_at ended_at measure cells done wall_s".split()
     return pd.DataFrame(rows, columns=columns)
 
@@ -357,9 +366,7 @@ def prune(root: str | Path = "runs", *, keep: int) -> list[str]:
     """
     if keep < 0:
         raise MisuseError(f"keep is {keep}: give 0 or more runs to keep")
-    root = Path(root)
-    reports = {file.parents[1] for file in root.glob("*/*-timing/run.json")}
-    runs = sorted({file.parent for file in root.glob("*/run.json")} | reports)
+    runs = [folder for folder, _ in runs_below(root)]
     old = [r for r in runs[: max(0, len(runs) - keep)] if r.name != pinned(root)]
     gone = [r for r in old if not any(map(_in_use, (r, *r.glob(f"{r.name}-*"))))]
     for run in gone:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlakit import latency
+from mlakit import latency, launches
 from mlakit.context import Context
 from mlakit.dispatch import diff, policies
 from mlakit.dispatch.choice import OUTSIDE, check_switches
@@ -214,7 +214,7 @@ def test_impossible_contexts_are_refused_in_one_line():
 def test_an_absent_card_gets_the_models_choice(arch, m):
     c = Context(arch=arch, m=m)
     choice = policies.choose(c)
-    names = [p.name for p in policies.able(c) if p.name in latency.MODELLED]
+    names = [p.name for p in policies.able(c) if p.name in launches.MODELLED]
     us = {n: latency.estimate(n, arch, Widths(1536, 512), m).us for n in names}
     assert len(us) > 1
     assert us[choice.path] == min(us.values())
