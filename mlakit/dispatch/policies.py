@@ -72,10 +72,8 @@ def modelled(c: Context) -> Choice | None:
 
     None where the model knows too few of them to choose from: a quantised q, or one path.
     """
-    from mlakit import (
-        latency,
-        launches,
-    )  # bring pandas, which a call that was measured can do without
+    # they bring pandas, which a call that was measured can do without
+    from mlakit import latency, launches
 
     widths = Widths(c.q_lora_rank, c.kv_lora_rank)
     paths = [p for p in able(c) if p.name in launches.MODELLED and p.splits_from_m is None]
