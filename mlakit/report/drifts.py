@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import pandas as pd
 
+from mlakit import locks
 from mlakit.datafiles import data_dir
 from mlakit.drift import depth, findings, flips, implementations
 from mlakit.drift.evals import significance
@@ -12,6 +17,7 @@ from mlakit.inputs import make
 from mlakit.paths import registry
 from mlakit.rounding import ROUNDINGS, oracle
 from mlakit.shapes import parse_hidden
+from mlakit.sweep import parquet
 
 FORMULAS = ("cast_then_weight", "truncate", "bf16_sum")
 PATHS = ("torch_native", "torch_rms_norm", "cpu_fused")
@@ -39,9 +45,28 @@ def recorded(kind: str) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-def fingerprints(dtype: str) -> pd.DataFrame:
+def _once(run_dir: str, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """``make()``, made by the first notebook of a report and kept with the run for the others.
+
+    Neither an arch nor a model changes it, and it takes many seconds.
+    """
+    if not run_dir or not Path(run_dir).is_dir() or not os.access(run_dir, os.W_OK):
+        return make()
+    file = Path(run_dir) / f"{name}.parquet"
+    with open(file.with_suffix(".lock"), "a+") as held:
+        locks.take(held.fileno(), wait_s=600)
+        if not file.exists():
+            parquet.replace_whole(file, lambda there: make().to_parquet(there))
+        return pd.read_parquet(file)
+
+
+def fingerprints(dtype: str, run_dir: str = "") -> pd.DataFrame:
     """Everything that is installed here, then what was recorded; what was not measured says why."""
-    here = implementations.fingerprint_everything("cpu", dtype, compiler=False)
+
+    def made() -> pd.DataFrame:
+        return implementations.fingerprint_everything("cpu", dtype, compiler=False)
+
+    here = _once(run_dir, f"fingerprints-{dtype}", made)
     frame = pd.concat([here.assign(evidence="measured"), recorded("fingerprints")])
     frame = frame[frame["dtype"] == dtype].reset_index(drop=True)
     frame["names"] = frame["names"].where(frame["status"] == "ok", "not measured")
@@ -74,9 +99,10 @@ def growth(layers: int = 61, seed: int = 0) -> tuple[pd.DataFrame, list[str]]:
     return pd.DataFrame(rows), words
 
 
-def answers(n: int = 2000) -> pd.DataFrame:
+def answers(run_dir: str = "", n: int = 2000) -> pd.DataFrame:
     """The small model's answers on this CPU, then those recorded on other devices."""
-    here = flips.flips("cpu", n).assign(device="cpu", evidence="measured")
+    here = _once(run_dir, f"flips-{n}", lambda: flips.flips("cpu", n))
+    here = here.assign(device="cpu", evidence="measured")
     return pd.concat([here, recorded("flips")], ignore_index=True)
 
 

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mlakit.timing.buffers import Ring, Slot, slots_for
+from mlakit.records import Cell
+from mlakit.timing.buffers import Ring, Slot, bytes_moved, bytes_read, slots_for
 
 MAX_NODES = 1000
 """nodes in one graph: HIP graphs of tens of thousands crash (meta-pytorch/tritonbench#1034)"""
 WINDOW_US = 500.0
 """what one sample lasts at least: a thousand times the timers' resolution"""
 MAX_INNER = 2000
+GUESSED = 20
+"""calls of the graph that a first guess at a path's time takes"""
 
 
 def plan_inner(estimate_us: float, window_us: float = WINDOW_US) -> int:
@@ -62,6 +65,17 @@ def plan_graph(
     calls = min(cap, max(1, math.ceil(window_us / estimate), slots_wanted))
     slots = min(calls, slots_wanted)
     return GraphPlan(calls - calls % slots, slots, flush=slots < slots_wanted)
+
+
+def graphs_hold(cell: Cell, lanes: int, cache_bytes: int, gbps: float) -> int:
+    """Bytes of outputs that the graphs of ``lanes`` paths hold which make their own at each call.
+
+    ``gbps``: the memory's peak, since no more calls fit a graph's window. A first guess at one
+    path's time is a graph of ``GUESSED`` calls beside them.
+    """
+    least_us = bytes_moved(cell) / gbps / 1e3
+    calls = plan_graph(least_us, slots_wanted=slots_for(cell, cache_bytes)).calls
+    return (lanes * calls + GUESSED) * (bytes_moved(cell) - bytes_read(cell))
 
 
 class LoopLane:
@@ -225,7 +239,7 @@ def profile(run: Callable[[], object]) -> list[tuple[str, float, float]]:
 def estimate_us(call: Callable, ring: Ring, *, device: str, graph: bool) -> float:
     """A first guess at a call's time, after warming up: device time by graph, else wall time."""
     if graph:
-        slots = [ring.slots[i % len(ring.slots)] for i in range(20)]
+        slots = [ring.slots[i % len(ring.slots)] for i in range(GUESSED)]
         replayed, _ = capture(call, slots)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         replayed.replay()

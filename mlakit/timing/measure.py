@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlakit.archs import arch
 from mlakit.dispatch import probe
 from mlakit.errors import MisuseError
 from mlakit.paths import registry
@@ -21,6 +22,8 @@ from mlakit.timing import buffers, check, clock, controls, guard, sampler, senso
 from mlakit.timing.entry import Entry
 
 FOREIGN_CORES = 0.25
+FASTEST_GBPS = 8000.0
+"""taken for the memory of a card whose table has none: too many only asks for more memory"""
 LOCK_WAIT_S = 600.0
 
 
@@ -65,11 +68,11 @@ def _check_place(cell: Cell, device: str) -> None:
             "timed; unset it"
         )
     found = guard.device_of(device)
-    arch = found.arch if found else "cpu"
-    if cell.arch != arch:
+    here = found.arch if found else "cpu"
+    if cell.arch != here:
         raise MisuseError(
-            f"this cell is for {cell.arch}, {device} is {arch}: nothing is timed for hardware that "
-            f"is not here; give the cell arch={arch!r}"
+            f"this cell is for {cell.arch}, {device} is {here}: nothing is timed for hardware that "
+            f"is not here; give the cell arch={here!r}"
         )
     if (cell.clock == "cpu") != (found is None):
         wanted = "cpu" if found is None else "graph, kernel or eager"
@@ -164,12 +167,15 @@ class _Measurement:
                 entry.reason = f"needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes the ring and one call's work need, and bytes free."""
-        one = buffers.slot_bytes(self.cell)
-        # Fresh outputs, float32 copies of unfused paths, and the check's float64 rows.
-        need = self._slot_count() * one + 8 * one
+        """Bytes the ring, one call's work and what graphs hold need, and bytes free."""
+        # Eight slots for fresh outputs, float32 copies of unfused paths, the check's float64 rows.
+        need = (self._slot_count() + 8) * buffers.slot_bytes(self.cell)
         if self.device == "cpu":
             return need, sensors.free_host_bytes()
+        if self.cell.clock == "graph":
+            own = sum(entry.call is not entry.path.call for entry in self._ready())
+            gbps = arch(self.cell.arch).hbm_gbps or FASTEST_GBPS
+            need += clock.graphs_hold(self.cell, own, self.cache, gbps)
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return need, torch.cuda.mem_get_info(self.device)[0] + kept
 

@@ -1,5 +1,6 @@
 """What 03_drift shows beside its rows: every frame has what its table and figure need."""
 
+import pandas as pd
 import pytest
 
 from mlakit.report import drifts
@@ -45,3 +46,20 @@ def test_recorded_audits_hold_no_failure_and_list_what_is_no_pass():
     assert "fail" not in counts
     assert set(counts["target"]) >= {"triton_fused", "torch_native", "liger_rms_norm"}
     assert set(odd["verdict"]) == {"convention difference", "refused"}
+
+
+def test_what_no_arch_changes_is_made_once_a_report(tmp_path, monkeypatch):
+    made = []
+
+    def flips(device: str, n: int) -> pd.DataFrame:
+        made.append(n)
+        return pd.DataFrame(
+            {"side": ["truncate", "gemma"], "p": [0.5, None], "agrees": [True, None]}
+        )
+
+    monkeypatch.setattr(drifts.flips, "flips", flips)
+    first, again = (drifts.answers(str(tmp_path), 7) for _ in range(2))
+    pd.testing.assert_frame_equal(first, again)
+    assert made == [7]
+    assert drifts.answers("", 7)["side"][:2].to_list() == ["truncate", "gemma"]
+    assert made == [7, 7]

@@ -66,6 +66,14 @@ def test_bytes_by_hand():
     assert buffers.slots_for(Cell("cpu", 3, 20, 12, ("x",), cache="hot"), 10_000) == 1
 
 
+def test_what_graphs_hold_by_hand():
+    # 100,000 rows of 32 bf16, 12.8 MB a call: 128 us at 100 GB/s, so four calls fill 500 us.
+    cell = replace(GRAPH, m=100_000)
+    assert clock.graphs_hold(cell, 3, 1 << 20, 100.0) == (3 * 4 + 20) * 100_000 * 32 * 2
+    # At three rows a thousand nodes are the limit: 22 turns of the ring's 45 slots.
+    assert clock.graphs_hold(GRAPH, 1, 10_000, 1.0) == (22 * 45 + 20) * 3 * 32 * 2
+
+
 @pytest.mark.parametrize("layout", ["split", "contiguous"])
 def test_ring_notices_changed_inputs_even_in_the_rope_part(layout):
     cell = Cell("cpu", 3, 20, 12, ("x",), qk_rope_head_dim=4, layout=layout)

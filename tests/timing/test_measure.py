@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mlakit.context import Context
 from mlakit.errors import MisuseError
 from mlakit.paths import registry
 from mlakit.records import CONTROLS, TIMING_COLUMNS, Cell
@@ -207,6 +208,21 @@ def test_too_large_for_memory_names_both_sizes(monkeypatch):
     rows, _ = rows_of("two")
     assert rows["two"]["status"] == "skipped"
     assert rows["two"]["reason"] == "needs 0.0 GiB, 0.0 GiB free"
+
+
+def test_outputs_that_graphs_hold_are_reckoned_on_a_card(monkeypatch):
+    cell = Cell("sm_90", 1 << 20, 1536, 512, ("two", "own"), clock="graph")
+    monkeypatch.setitem(PATHS, "own", made("own", norms, makes_outputs=True))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 140 << 30))
+    monkeypatch.setattr(measure.probe, "context_for", lambda cell, device: Context(arch="sm_90"))
+    entries = [measure.Entry(name) for name in cell.paths]
+    measuring = measure._Measurement(cell, "cuda:0", {"cache_bytes": 50 << 20}, entries)
+    measuring._admit()
+    outputs = cell.m * 2048 * 2
+    need = 9 * (outputs + cell.m * 2112 * 2 + 4096) + (1 + 20) * outputs
+    assert {e.reason for e in entries} == {f"needs {need / 2**30:.1f} GiB, 100.0 GiB free"}
 
 
 def test_layouts_that_are_not_timed_are_skipped_rows():
