@@ -40,12 +40,13 @@ class Ran:
 class _Kind:
     """One kind of arguments: what runs for it, and how often it did."""
 
-    __slots__ = ("call", "calls", "context", "ran", "strict", "tried")
+    __slots__ = ("again", "call", "calls", "context", "ran", "strict", "tried")
 
     def __init__(self, ran: Ran, context: Context | None, strict: bool, tried=frozenset()) -> None:
         self.ran, self.context, self.strict = ran, context, strict
         self.tried = tried | {ran.path}
-        self.call = registry.get(ran.path).call
+        path = registry.get(ran.path)
+        self.call, self.again = path.call, path.again
         self.calls = 0
 
 
@@ -100,24 +101,10 @@ def qk_rmsnorm(
         return _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out)
     global _last
     try:
-        key = (
-            q.shape,
-            k.shape,
-            q.stride(),
-            k.stride(),
-            q.dtype,
-            q_weight.dtype,
-            k_weight.dtype,
-            q.get_device(),
-            q_eps,
-            k_eps,
-            path,
-            policy,
-            quant,
-            strict,
-            checks.derivative_wanted(q, q_weight, k, k_weight),
-            q.is_cuda and _capturing(),
-        )
+        facts = checks.facts(q, q_weight, k, k_weight)
+        plain = checks.plain(q, q_weight, k, k_weight)
+        capturing = q.is_cuda and _capturing()
+        key = (facts, plain, capturing, q_eps, k_eps, path, policy, quant, strict)
         kind = _kinds.get(key)
     except (AttributeError, IndexError, TypeError) as error:
         raise MisuseError(f"q, k and their weights must be tensors: {one_line(error)}") from error
@@ -127,7 +114,10 @@ def qk_rmsnorm(
         )
     while True:
         try:
-            result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
+            if out is None and plain and kind.calls and kind.again:
+                result = kind.again(q, q_weight, q_eps, k, k_weight, k_eps, facts=facts)
+            else:
+                result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
             break
         except Exception as error:
             # what is the caller's fault demotes no path for the calls to come

@@ -70,6 +70,26 @@ def current(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def facts(q, q_weight, k, k_weight) -> tuple:
+    """What a choice or a compiled kernel is remembered by: shapes, strides, dtypes, devices."""
+    return (
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        q_weight.shape, q_weight.stride(), q_weight.dtype, q_weight.get_device(),
+        k_weight.shape, k_weight.stride(), k_weight.dtype, k_weight.get_device(),
+    )  # fmt: skip
+
+
+def plain(q, q_weight, k, k_weight) -> bool:
+    """Whether a kernel may simply run: tensors with memory, no mode that looks on, no gradient."""
+    return (
+        type(q) is torch.Tensor
+        and type(k) is torch.Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not derivative_wanted(q, q_weight, k, k_weight)
+    )
+
+
 def derivative_wanted(q, q_weight, k, k_weight) -> bool:
     """Whether a kernel of ours would lose what torch wants of the call: a gradient (backward, or
     forward mode is on), or a transform of ``torch.func``."""
@@ -88,8 +108,8 @@ def derivative_wanted(q, q_weight, k, k_weight) -> bool:
     )
 
 
-def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
-    """Check a kernel's arguments and lay them out as rows.
+def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None, *, passed=False) -> tuple:
+    """Check a kernel's arguments, unless such have ``passed``, and lay them out as rows.
 
     Returns:
         q, k, q_out, k_out as 2-D tensors of unit inner stride (new ones without ``out``), and the
@@ -99,14 +119,15 @@ def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
         MisuseError: as ``check``, or a layout that is no single (rows, stride) pair, or a gradient
             wanted of a kernel that has no backward.
     """
-    check(q, q_weight, q_eps, k, k_weight, k_eps, out)
-    if derivative_wanted(q, q_weight, k, k_weight):
-        raise MisuseError(
-            "a gradient is wanted but this path has no backward: "
-            "call it under torch.no_grad(), or use torch_native"
-        )
-    if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
-        raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
+    if not passed:
+        check(q, q_weight, q_eps, k, k_weight, k_eps, out)
+        if derivative_wanted(q, q_weight, k, k_weight):
+            raise MisuseError(
+                "a gradient is wanted but this path has no backward: "
+                "call it under torch.no_grad(), or use torch_native"
+            )
+        if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+            raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
     q_rows, k_rows = as_rows(q, "q"), as_rows(k, "k")
     if out is not None:
         return q_rows, k_rows, as_rows(out[0], "out[0]"), as_rows(out[1], "out[1]"), out

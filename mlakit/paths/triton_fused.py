@@ -72,7 +72,7 @@ def call(
     Raises:
         MisuseError: arguments the kernel cannot serve; nothing was launched.
     """
-    if _traced_or_differentiated(q, q_weight, k, k_weight):
+    if torch.compiler.is_compiling() or not checks.plain(q, q_weight, k, k_weight):
         if out is not None or config is not None or not batch_invariant:
             raise MisuseError(
                 "out, config and batch_invariant are for plain calls: leave them out where a "
@@ -82,29 +82,18 @@ def call(
     return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant)
 
 
-def _traced_or_differentiated(q, q_weight, k, k_weight) -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or type(q) is not torch.Tensor
-        or type(k) is not torch.Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or checks.derivative_wanted(q, q_weight, k, k_weight)
-    )
-
-
-def run(q, q_weight, q_eps, k, k_weight, k_eps, out=None, config=None, batch_invariant=True):
-    """The call below the operator layer: real tensors, no gradient; arguments as of ``call``."""
+def run(
+    q, q_weight, q_eps, k, k_weight, k_eps, out=None, config=None, batch_invariant=True, facts=None
+):
+    """``call`` where ``checks.plain`` holds; ``facts``: ``checks.facts``, if they are known."""
     if out is not None:
         return _first_call(
             None, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batch_invariant
         )
     q_at, qw_at, k_at, kw_at = q.data_ptr(), q_weight.data_ptr(), k.data_ptr(), k_weight.data_ptr()
     facts = (
-        q.shape, q.stride(), q.dtype, q.get_device(), (q_at | qw_at) & 15 == 0,
-        k.shape, k.stride(), k.dtype, k.get_device(), (k_at | kw_at) & 15 == 0,
-        q_weight.shape, q_weight.stride(), q_weight.dtype, q_weight.get_device(),
-        k_weight.shape, k_weight.stride(), k_weight.dtype, k_weight.get_device(),
-        config, batch_invariant,
+        facts or checks.facts(q, q_weight, k, k_weight),
+        (q_at | qw_at) & 15 == 0, (k_at | kw_at) & 15 == 0, config, batch_invariant,
     )  # fmt: skip
     ready = _READY.get(facts)
     if ready is None or not q_eps >= 0 <= k_eps:
@@ -261,6 +250,7 @@ PATH = Path(
     name="triton_fused",
     text="one Triton launch over q and kv, from their split views",
     call=call,
+    again=run,
     supports=supports,
     rounding="round_once",
     launches=1,

@@ -182,15 +182,20 @@ def refusal_in(context: Context, quant: str) -> str | None:
 
 
 def fused(
-    quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT, config=None
-) -> tuple[QuantisedQ, torch.Tensor]:
+    quant, q, q_weight, q_eps, k, k_weight, k_eps,
+    *, out=None, options=DEFAULT, config=None, facts=None,
+) -> tuple[QuantisedQ, torch.Tensor]:  # fmt: skip
     """One launch: q normalised in float32 and quantised unrounded, kv normalised.
+
+    ``facts``: such arguments have passed before, nothing is checked.
 
     Raises:
         MisuseError: arguments that no path takes, a layout that is no (rows, stride) pair, or a
             width, encoding or scale layout that ``quant`` does not have.
     """
-    result = quantised.outputs(quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options)
+    result = quantised.outputs(
+        quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options, passed=facts is not None
+    )
     if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
         raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
     _launch(

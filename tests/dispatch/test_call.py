@@ -330,3 +330,35 @@ def test_single_numbers_are_one_line():
     one = torch.tensor(1.0)
     with pytest.raises(MisuseError, match="single number"):
         call.qk_rmsnorm(one, one, 1e-6, one, one, 1e-6)
+
+
+def _grad(a):
+    return (a[0].clone().requires_grad_(), *a[1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda a: (a[0], a[1].repeat_interleave(2)[::2], *a[2:]), "not contiguous"),
+        (lambda a: (a[0], a[1][:-1], *a[2:]), "weight has shape"),
+        (lambda a: (a[0].repeat_interleave(2, 1)[:, ::2], *a[1:]), None),
+        (lambda a: (*a[:2], -1.0, *a[3:]), "eps"),
+        (lambda a: (*a[:4], a[4].double(), a[5]), "float64"),
+        (_grad, None),
+    ],
+)
+def test_what_passed_once_is_not_checked_again_and_all_else_is(spoil, message):
+    i = inputs.make(3, W)
+    for _ in range(3):
+        assert close(call.qk_rmsnorm(*i.args), i)
+    bad = spoil(i.args)
+    for _ in range(2):
+        if message:
+            with pytest.raises(MisuseError, match=message):
+                call.qk_rmsnorm(*bad)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", call.FallbackWarning)
+            got = call.qk_rmsnorm(*bad)
+        assert close([x.detach() for x in got], i)
+        assert got[0].requires_grad == bad[0].requires_grad

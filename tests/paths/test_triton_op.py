@@ -7,7 +7,7 @@ import torch
 
 from mlakit import inputs, rounding
 from mlakit.errors import MisuseError
-from mlakit.paths import custom_op, triton_fused
+from mlakit.paths import checks, custom_op, triton_fused
 from mlakit.paths.triton_config import heuristic
 from mlakit.shapes import Widths
 
@@ -73,7 +73,7 @@ def test_tracers_see_the_operator_and_plain_calls_do_not():
     x = inputs.make(2, Widths(16, 8))
     traced = torch.fx.experimental.proxy_tensor.make_fx(lambda q: triton_fused.call(q, *x.args[1:]))
     assert "mlakit.qk_rmsnorm" in traced(x.q).code
-    assert not triton_fused._traced_or_differentiated(x.q, x.q_weight, x.k, x.k_weight)
+    assert checks.plain(x.q, x.q_weight, x.k, x.k_weight)
 
 
 def test_out_is_refused_where_a_gradient_is_wanted():
