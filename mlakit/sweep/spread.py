@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mlakit import locks
@@ -128,21 +129,21 @@ def over_dask(
         set_aside(run, missing)
         summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
         every = FUNCTIONS | (functions or {})
-        futures = {}
-        for rank, (kind, cell) in enumerate(longest_first(missing)):
-            if not devices_of(cell.arch, env):
-                reason = f"no dask worker offers {cell.arch} (offered: {', '.join(here(env))})"
-                statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
-                count_in(summary, progress, cell, {"statuses": statuses})
+        queues: dict[str, deque] = {}
+        for kind, cell in longest_first(missing):
+            if devices_of(cell.arch, env):
+                queues.setdefault(cell.arch, deque()).append((kind, cell))
                 continue
+            reason = f"no dask worker offers {cell.arch} (offered: {', '.join(here(env))})"
+            statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
+            count_in(summary, progress, cell, {"statuses": statuses})
+
+        def submit(kind: str, cell: Cell):
             arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], limit_s)
             key, offer = f"{run.id}-{kind}-{cell.id}", {cell.arch: 1}
-            future = client.submit(
-                _run_cell, *arguments, key=key, resources=offer, pure=False, priority=-rank
-            )
-            futures[future] = (kind, cell)
-        for future in distributed.as_completed(list(futures), loop=client.loop):
-            kind, cell = futures[future]
+            return client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
+
+        for (kind, cell), future in _one_a_device(client, queues, submit):
             try:
                 reply = future.result()
             except distributed.KilledWorker:
@@ -151,6 +152,32 @@ def over_dask(
             count_in(summary, progress, cell, reply)
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
         return finish(run, summary, begun)
+
+
+def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterator[tuple]:
+    """Submit each arch's jobs in order, as many at once as it has devices; yield them as they end.
+
+    Dask would hand every job to a worker at once and move those of a late one in the end, which
+    left a card idle for 1.3 of 35 seconds.
+    """
+    running: dict = {}
+    done = _distributed().as_completed(loop=client.loop)
+
+    def feed() -> None:
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        for arch, queue in queues.items():
+            devices = max(1, sum(int(w["resources"].get(arch, 0)) for w in workers))
+            busy = sum(cell.arch == arch for _, cell in running.values())
+            for job in [queue.popleft() for _ in range(min(len(queue), devices - busy))]:
+                future = submit(*job)
+                running[future] = job
+                done.add(future)
+
+    feed()
+    for future in done:
+        job = running.pop(future)
+        feed()
+        yield job, future
 
 
 def _cluster_environment(client) -> dict:
