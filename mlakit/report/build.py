@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from mlakit import __version__, archs
 from mlakit.dispatch import switches
-from mlakit.errors import ExitCode, LockedError, MisuseError
+from mlakit.errors import ExitCode, MisuseError
 from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
@@ -61,6 +61,8 @@ class Report:
     runs: list[runbook.NotebookRun]
     sweep: str
     since: history.Since
+    rows: dict[str, pd.DataFrame]
+    """what was measured, by kind"""
     verdicts: dict[str, list[str]] = field(default_factory=dict)
     """by arch and model: the sentences on the choice, on speed, then on drift"""
 
@@ -93,45 +95,27 @@ def build(
     lacks = [name for name in needs if find_spec(name) is None]
     if lacks:
         raise MisuseError(f"a report needs {', '.join(lacks)}: pip install 'mlakit[notebooks]'")
-    asked = options.archs or default_archs()
+    options = replace(options, archs=options.archs or default_archs())
     check(
         {"dtype": options.dtype, "policy": options.policy, "batches": list(options.batches)}
         | {"seed": options.seed}
     )
     if options.baseline and options.baseline not in [e.name for e in history.entries(out)]:
         raise MisuseError(f"baseline {options.baseline!r} is no run in {out}: name one that is")
-    jobs = {"timing": _cells(options, asked, options.batches)}
+    jobs = {"timing": _cells(options, options.batches)}
     if any("drift" in name for name in options.notebooks):
         # Accuracy has its own, smaller batches: its verdict needs elements, not rows.
-        jobs["accuracy"] = _cells(options, asked, options.drift_batches)
-    with _alone(Path(out)):
-        return _build(options, asked, jobs, store.new_run_dir(out), progress)
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Hold ``out``: two reports at once would slow each other and say so of the code."""
+        jobs["accuracy"] = _cells(options, options.drift_batches)
+    # Two reports at once would slow each other and say so of the code.
+    held = store.lock(Path(out))
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = store.lock(out)
-    except OSError as error:
-        raise MisuseError(
-            f"cannot write {out} ({error.strerror}): name a folder that you can write to"
-        ) from None
-    except MisuseError as error:
-        raise LockedError(str(error)) from None
-    try:
-        yield
+        return _build(options, jobs, store.new_run_dir(out), progress)
     finally:
-        os.close(lock)
+        os.close(held)
 
 
 def _build(
-    options: Options,
-    asked: tuple[str, ...],
-    jobs: dict[str, list],
-    folder: Path,
-    progress: Callable[[str], None],
+    options: Options, jobs: dict[str, list], folder: Path, progress: Callable[[str], None]
 ) -> Report:
     scrub.also(folder.resolve().parent, "[runs]")
     begun = time.monotonic()
@@ -141,27 +125,21 @@ def _build(
         run_sweep(cells, store.report_run(folder, kind), measure=[kind], **limit)
         for kind, cells in jobs.items()
     ]
-    runs = _run_notebooks(options, asked, folder, progress)
+    runs = _run_notebooks(options, folder, progress)
     since = history.since(folder, options.baseline)
-    report = Report(folder, "ok", runs, "; ".join(map(str, summaries)), since)
+    rows = {kind: store.read_rows(store.report_run(folder, kind), kind) for kind in jobs}
+    report = Report(folder, "ok", runs, "; ".join(map(str, summaries)), since, rows)
     report.status = _status(report)
-    for arch in asked:
-        for model in options.models:
-            report.verdicts[f"{arch} · {model}"] = _sentences(options, folder, arch, model)
+    for arch, model in product(options.archs, options.models):
+        report.verdicts[f"{arch} · {model}"] = _sentences(options, rows, arch, model)
     _write(report, options, time.monotonic() - begun)
     return report
 
 
-def _rows(folder: Path) -> dict[str, pd.DataFrame]:
-    """The rows of each kind that the report measured."""
-    kinds = [k for k in store.FOLDERS if store.report_run(folder, k).exists()]
-    return {kind: store.read_rows(store.report_run(folder, kind), kind) for kind in kinds}
-
-
-def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...]) -> list:
+def _cells(options: Options, batches: tuple[int, ...]) -> list:
     named = [m for m in options.models if "+" not in m]
     return grid.expand(
-        archs=asked,
+        archs=options.archs,
         models=named,
         hidden=[m for m in options.models if m not in named],
         batches=batches,
@@ -172,24 +150,22 @@ def _cells(options: Options, asked: tuple[str, ...], batches: tuple[int, ...]) -
 
 
 def _run_notebooks(
-    options: Options, asked: tuple[str, ...], folder: Path, progress: Callable[[str], None]
+    options: Options, folder: Path, progress: Callable[[str], None]
 ) -> list[runbook.NotebookRun]:
     """Each notebook once per arch and model, ``jobs`` at a time; nothing in them is timed."""
     orders = []
     for name in options.notebooks:
         source = runbook.notebooks_dir() / f"{name}.ipynb"
         declared = runbook.declared_parameters(source)
-        for arch in asked:
-            for model in options.models:
-                given = {"arch": arch, "model": model, "dtype": options.dtype}
-                given |= {"policy": options.policy, "seed": options.seed}
-                kind = "accuracy" if "drift" in name else "timing"
-                given |= {"run_dir": str(store.report_run(folder, kind).resolve())}
-                batches = options.drift_batches if kind == "accuracy" else options.batches
-                given |= {"batches": list(batches)}
-                given = {k: v for k, v in given.items() if k in declared}
-                target = folder / f"{name}-{arch}-{model.replace('+', '_')}.ipynb"
-                orders.append((source, target, given))
+        drift = "drift" in name
+        run_dir = store.report_run(folder, "accuracy" if drift else "timing").resolve()
+        batches = list(options.drift_batches if drift else options.batches)
+        for arch, model in product(options.archs, options.models):
+            given = {"arch": arch, "model": model, "dtype": options.dtype, "seed": options.seed}
+            given |= {"policy": options.policy, "run_dir": str(run_dir), "batches": batches}
+            given = {k: v for k, v in given.items() if k in declared}
+            target = folder / f"{name}-{arch}-{model.replace('+', '_')}.ipynb"
+            orders.append((source, target, given))
 
     def run(order: tuple) -> runbook.NotebookRun:
         done = runbook.run_notebook(
@@ -209,7 +185,7 @@ def _run_notebooks(
 def _status(report: Report) -> str:
     """The gravest status among notebooks and cells; ``ok`` only if every cell has its part."""
     found = {r.status for r in report.runs}
-    for kind, frame in _rows(report.folder).items():
+    for kind, frame in report.rows.items():
         record = store.show_run(store.report_run(report.folder, kind))
         states = set(frame["status"])
         complete = record["status"] in ("ok", "failed")
@@ -222,14 +198,13 @@ def _status(report: Report) -> str:
     return next((s for s in GRAVITY if s in found), "ok")
 
 
-def _sentences(options: Options, folder: Path, arch: str, model: str) -> list[str]:
+def _sentences(options: Options, rows: dict, arch: str, model: str) -> list[str]:
     where = {"arch": arch, "model": model, "dtype": options.dtype}
     said = [chapters.choice_verdict(batches=options.batches, policy=options.policy, **where)]
-    for kind in _rows(folder):
+    for kind, frame in rows.items():
         batches = list(options.batches if kind == "timing" else options.drift_batches)
-        rows = chapters.rows(kind, str(store.report_run(folder, kind)), batches=batches, **where)
         say = chapters.speed_verdict if kind == "timing" else chapters.drift_verdict
-        said += say(rows, arch)
+        said += say(chapters.of_call(frame, batches=batches, **where), arch)
     return said
 
 
@@ -277,7 +252,7 @@ def _write(report: Report, options: Options, seconds: float) -> None:
     pages = {f"{Path(r.notebook).stem}.html": r for r in report.runs}
     for name, run in pages.items():
         page.write_notebook(folder / name, folder / run.notebook, run, footer)
-    unjudged = _unjudged(folder)
+    unjudged = _unjudged(report.rows)
     summary = {
         "status": report.status,
         "exit_code": int(report.exit_code),
@@ -335,9 +310,9 @@ def _write_index(report: Report, summary: dict, unjudged: pd.DataFrame, footer: 
     )
 
 
-def _unjudged(folder: Path) -> pd.DataFrame:
+def _unjudged(rows: dict[str, pd.DataFrame]) -> pd.DataFrame:
     frames = []
-    for kind, frame in _rows(folder).items():
+    for kind, frame in rows.items():
         for arch, part in frame.groupby("arch", sort=False):
             rest = chapters.not_run(part)
             rest.insert(0, "kind", kind)

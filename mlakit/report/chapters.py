@@ -96,6 +96,13 @@ def rows(
             seed=seed,
             budget_s=1.0,
         )
+    return of_call(frame, arch=arch, model=model, batches=batches, dtype=dtype)
+
+
+def of_call(
+    frame: pd.DataFrame, *, arch: str, model: str, batches: list[int], dtype: str
+) -> pd.DataFrame:
+    """The rows of one arch, widths and dtype, at these batches."""
     widths = parse_hidden(model)
     keep = (
         (frame["arch"] == archs.base_name(arch))

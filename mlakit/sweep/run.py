@@ -234,7 +234,8 @@ def run_sweep(
 
     Raises:
         MisuseError: the folder, the run in it or its environment does not allow this.
-        LockedError: another timing run kept the device; what was measured is kept.
+        LockedError: another process is at this run, or another timing run kept the device; what
+            was measured is kept.
         KeyboardInterrupt: interrupted; the run is marked so and can be resumed.
     """
     begun = time.perf_counter()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import LockedError, MisuseError, unknown
 from mlakit.records import SCHEMA_VERSION, Cell, check_row
 from mlakit.sweep.parquet import COLUMNS, migrate, read_file, replace_whole, schema, write_table
 
@@ -227,15 +227,22 @@ def new_run_dir(root: str | Path = "runs") -> Path:
 
 
 def lock(path: Path) -> int:
-    """Take a folder's lock; whoever is killed lets it go, since the kernel drops it with them.
+    """Make a folder if there is none, and take its lock; ``os.close`` lets it go.
 
     Raises:
-        MisuseError: somebody has it; they are named.
+        LockedError: somebody has it; they are named.
+        MisuseError: the folder cannot be written.
     """
-    descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise MisuseError(
+            f"cannot write {path} ({error.strerror}): name a folder that you can write to"
+        ) from None
     if holder := locks.take(descriptor):
         os.close(descriptor)
-        raise MisuseError(f"{path.name} is in use by {holder}: wait for it, or name another folder")
+        raise LockedError(f"{path.name} is in use by {holder}: wait for it, or name another folder")
     locks.sign(descriptor, f"process {os.getpid()} since {now()}")
     return descriptor
 
@@ -244,19 +251,13 @@ def create_run(path: str | Path, cells: list[Cell], **record) -> Run:
     """Make a run's folder and ``run.json``. The caller closes the run.
 
     Raises:
-        MisuseError: the folder is in use, holds something already, or cannot be written.
+        MisuseError: the folder holds something already, or cannot be written.
+        LockedError: it is in use.
     """
     path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(entry.name != "lock" for entry in path.iterdir()):
-            raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
-        held = lock(path)
-    except OSError as error:
-        raise MisuseError(
-            f"cannot write {path} ({error.strerror}): name a folder that you can write to"
-        ) from None
-    run = Run(path, {}, held)
+    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
+        raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
+    run = Run(path, {}, lock(path))
     run.save(
         schema_version=SCHEMA_VERSION,
         run_id=path.resolve().name,
@@ -276,7 +277,8 @@ def open_run(path: str | Path) -> Run:
     """Open an existing run to go on with it. The caller closes the run.
 
     Raises:
-        MisuseError: no run there, in use by another process, or ``run.json`` does not read.
+        MisuseError: no run there, or ``run.json`` does not read.
+        LockedError: it is in use by another process.
     """
     path = Path(path)
     record = show_run(path)

@@ -109,7 +109,7 @@ def test_a_killed_driver_resumes_with_what_is_missing(tmp_path, doubles_log):
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    with pytest.raises(MisuseError, match=f"in use by process {driver.pid}"):
+    with pytest.raises(LockedError, match=f"in use by process {driver.pid}"):
         run_sweep(None, run_dir)
     driver.send_signal(signal.SIGKILL)
     driver.wait()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlakit.errors import MisuseError
+from mlakit.errors import LockedError, MisuseError
 from mlakit.records import ACCURACY_COLUMNS, TIMING_COLUMNS
 from mlakit.sweep import store
 from mlakit.sweep.grid import expand
@@ -134,7 +134,7 @@ def test_runs_are_listed_and_pruned_but_never_one_in_use(tmp_path):
         "run-c": "crashed",
         "run-d": "unreadable",
     }
-    with pytest.raises(MisuseError, match="in use by process"):
+    with pytest.raises(LockedError, match="in use by process"):
         store.open_run(tmp_path / "run-a")
     assert store.prune(tmp_path, keep=1) == ["run-b", "run-c"]
     assert store.list_runs(tmp_path).run_id.tolist() == ["run-a", "run-d"]
