@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 import numpy as np
 
@@ -26,10 +27,9 @@ from mlakit.codegen.isa.parse import (
     TTMP,
     EmulationError,
     Instruction,
-    Operand,
     parse_program,
 )
-from mlakit.codegen.isa.state import Waves, unknown_instruction
+from mlakit.codegen.isa.state import VCC_MASK, Family, Waves
 from mlakit.errors import MisuseError
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
@@ -151,28 +151,25 @@ def _arguments(compiled: Compiled, args) -> list:
     return list(args)
 
 
-def find_handler(i: Instruction, mem: memory.Memory, lds: memory.Lds):
-    """The function (waves, instruction) that runs one; None for control flow and the unknown.
+_FAMILIES = [f for m in (scalar, memory, lanes, vector, packed) for f in m.FAMILIES]
+
+
+@cache
+def _family(plain: str) -> Family | None:
+    return next((f for f in _FAMILIES if f.pattern.fullmatch(plain)), None)
+
+
+def find_handler(i: Instruction) -> Callable[[Waves, Instruction], None] | None:
+    """The function that runs an instruction; None for control flow and the unknown.
 
     A modifier that the function does not know makes the instruction unknown.
     """
-    name = i.name
-    if scalar.IGNORED.fullmatch(name):
-        return lambda waves, i: None
-    if found := memory.lds_handler(name):
-        run_it, known = partial(found[0], lds=lds, memory=mem), found[1]
-    elif found := memory.handler(name):
-        run_it, known = partial(found[0], memory=mem), found[1]
-    elif run_it := scalar.handler(name):
-        known = frozenset()
-    else:
-        found = lanes.HANDLERS.get(name) or vector.handler(name) or packed.handler(name)
-        run_it, known = found or (None, frozenset())
-    if run_it and not known.issuperset(i.mods):
+    found = _family(i.plain)
+    if found is None or not ("*" in found.mods or found.mods.issuperset(i.mods)):
         return None
-    if i.dual is not None and not (run_it is find_handler(i.dual, mem, lds) is vector.arithmetic):
+    if i.dual is not None and not (found.run is find_handler(i.dual) is vector.arithmetic):
         return None
-    return run_it
+    return found.run
 
 
 class _Machine:
@@ -211,7 +208,7 @@ class _Machine:
         self.rank = np.tile(np.arange(self.per_group), len(groups))
         # What is unknown stops the run only if it is reached.
         for i in self.program.instructions:
-            i.handler = find_handler(i, self.memory, self.lds)
+            i.handler = find_handler(i)
 
     def _kernarg(self, compiled: Compiled, args: list) -> np.ndarray:
         """The kernarg segment: arguments at their natural alignment, then Triton's scratch."""
@@ -243,7 +240,10 @@ class _Machine:
     def _initial(self) -> Waves:
         """All waves at the entry, registers as the ABI sets them."""
         d = self.descriptor
-        waves = Waves(self.group, self.rank, self.lanes, self.vgprs, self.gfx, d.scratch_bytes)
+        shared = self.memory, self.lds
+        waves = Waves(
+            self.group, self.rank, self.lanes, self.vgprs, self.gfx, *shared, d.scratch_bytes
+        )
         kernarg = self.memory.add(self.kernarg, "kernarg")
 
         def put(index: int, value) -> None:
@@ -341,12 +341,7 @@ class _Machine:
             return [waves]
         if i.name == "s_barrier_signal":
             return None
-        if i.name == "s_branch":
-            waves.pc = self._target(i)
-            return None
-        if not i.name.startswith("s_cbranch_"):
-            raise unknown_instruction(i)
-        taken = self._condition(waves, i)
+        taken = self._taken(waves, i)
         if taken.all():
             waves.pc = self._target(i)
         elif taken.any():
@@ -355,17 +350,19 @@ class _Machine:
             return [jump, stay]
         return None
 
-    def _condition(self, waves: Waves, i: Instruction) -> np.ndarray:
-        what = i.name.removeprefix("s_cbranch_")
-        if what in ("scc0", "scc1"):
-            return waves.scc == (what == "scc1")
-        if what in ("execz", "execnz"):
-            return waves.exec.any(1) == (what == "execnz")
-        if what in ("vccz", "vccnz"):
-            vcc = Operand("s", 106, 2, text="vcc")
-            bits = waves.read_scalar(vcc, "u64" if self.lanes == 64 else "u32")
-            return (bits != 0) == (what == "vccnz")
-        raise unknown_instruction(i)
+    def _taken(self, waves: Waves, i: Instruction) -> np.ndarray:
+        """(W,) bool: which waves branch."""
+        if i.name == "s_branch":
+            return np.ones(len(waves.scc), bool)
+        known = re.fullmatch(r"s_cbranch_(scc|exec|vcc)(0|1|z|nz)", i.name)
+        if not known:
+            raise EmulationError(f"unknown instruction {i.name!r} in: {i.text}")
+        what, when = known.groups()
+        if what == "vcc":
+            truth = waves.read_mask(VCC_MASK).any(1)
+        else:
+            truth = waves.scc if what == "scc" else waves.exec.any(1)
+        return truth == (when in ("1", "nz"))
 
     def _trace(self, waves, i, trace, trace_wave, before) -> None:
         found = np.nonzero((waves.group == trace_wave[0]) & (waves.rank == trace_wave[1]))[0]

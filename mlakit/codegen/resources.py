@@ -18,6 +18,7 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.codegen.compile import ARCHS, Compiled, compile_many, section
+from mlakit.codegen.isa.memory import SIZES
 from mlakit.codegen.shipped import request
 from mlakit.errors import MisuseError
 from mlakit.paths import triton_config
@@ -120,10 +121,6 @@ def _note(text: str, name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-_AMD_BYTES = {
-    "dwordx4": 16, "b128": 16, "dwordx3": 12, "b96": 12, "dwordx2": 8, "b64": 8, "dword": 4,
-    "b32": 4, "ushort": 2, "short": 2, "u16": 2, "b16": 2, "ubyte": 1, "byte": 1, "u8": 1, "b8": 1,
-}  # fmt: skip
 _AMD_KINDS = (
     ("load", r"(global|buffer|flat)_load"),
     ("store", r"(global|buffer|flat)_store"),
@@ -173,8 +170,8 @@ def _amd(compiled: Compiled, lines: list[str]) -> dict:
     halves = [half.strip() for line in lines for half in line.split("::")]
     loads, stores = _moved(
         lines,
-        r"(?:global|buffer|flat)_(load|store)_(?:d16_)?(?:hi_)?([a-z0-9]+)",
-        lambda size: _AMD_BYTES.get(size, 0),
+        r"(?:global|buffer|flat)_(load|store)_(\w+)",
+        lambda what: SIZES.get(what, (0, ""))[0],
     )
     reductions = {
         "dpp": r"_dpp|row_|quad_perm",

@@ -1,4 +1,4 @@
-"""What each vector instruction computes: tables of functions on numpy arrays.
+"""What each value instruction computes: tables of functions on numpy arrays.
 
 Sections: CDNA3 ISA and RDNA3/4 ISA, instruction lists VOP1, VOP2, VOP3 and VOPC; CDNA4 ISA for
 V_BITOP3_B32 and V_MAXIMUM3_F32. Reciprocals and roots are rounded correctly (idealised).
@@ -7,14 +7,14 @@ V_BITOP3_B32 and V_MAXIMUM3_F32. Reciprocals and roots are rounded correctly (id
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
 from mlakit.codegen.isa.numbers import exponent_bits, fma, fma64, from_bf16, to_f16
-from mlakit.codegen.isa.state import width_of
 
-U16, U32, U64, I32, I64 = np.uint16, np.uint32, np.uint64, np.int32, np.int64
+U16, U32, U64, I32 = np.uint16, np.uint32, np.uint64, np.int32
 F16, F32, F64 = np.float16, np.float32, np.float64
 
 
@@ -26,20 +26,19 @@ class Op(NamedTuple):
     compute: Callable
     old: bool = False
     """the destination is a last source too (multiply-accumulate)"""
+    scc: str = ""
+    """of a scalar one: SCC is ``nonzero`` (of the result), or ``computed`` beside it"""
 
 
-def _op(result: str, sources: str, compute: Callable, old: bool = False) -> Op:
-    return Op(result, tuple(sources.split()), compute, old)
+def op(types: str, compute: Callable, *, old: bool = False, scc: str = "") -> Op:
+    """``types``: the result's, then the sources'."""
+    result, *sources = types.split()
+    return Op(result, tuple(sources), compute, old, scc)
 
 
 def maximum(a, b):
     """IEEE maxNum with +0 above -0; a NaN loses."""
-    u = np.uint32 if a.dtype == F32 else np.uint16
-    both = np.broadcast_arrays(a, b)
-    same = (np.ascontiguousarray(both[0]).view(u) & np.ascontiguousarray(both[1]).view(u)).view(
-        a.dtype
-    )
-    return np.where(a == b, same, np.fmax(a, b))
+    return np.where(a == b, np.where(np.signbit(a), b, a), np.fmax(a, b))
 
 
 def minimum(a, b):
@@ -54,14 +53,21 @@ def median(a, b, c):
     return np.where(nan, minimum(minimum(a, b), c), middle)
 
 
-def _nan_wins(f):
-    return lambda *xs: np.where(
-        np.logical_or.reduce([np.isnan(x) for x in np.broadcast_arrays(*xs)]), F32(np.nan), f(*xs)
-    )
+def nan_wins(f: Callable) -> Callable:
+    """``f``, but NaN where any operand is."""
+    return lambda *xs: np.where(reduce(np.logical_or, map(np.isnan, xs)), sum(xs), f(*xs))
 
 
 def _fold(f):
     return lambda a, b, c: f(f(a, b), c)
+
+
+def _not(f):
+    return lambda a, b: ~f(a, b)
+
+
+def _ordered(a, b):
+    return (a == a) & (b == b)
 
 
 def _ideal(f):
@@ -80,17 +86,16 @@ def bitop3(a, b, c, table: int):
 
 
 def byte_permute(a, b, select):
-    """v_perm_b32: each byte of ``select`` picks from the eight bytes of a (high) and b (low)."""
-    both = a.astype(U64) << U64(32) | b.astype(U64)
-    out = np.zeros(np.broadcast_shapes(both.shape, select.shape), U32)
-    for k in range(4):
-        pick = (select >> U32(8 * k)) & U32(0xFF)
-        byte = (both >> ((pick & U32(7)) * U32(8)).astype(U64)).astype(U32) & U32(0xFF)
-        sign_at = ((pick & U32(3)) * U32(16) + U32(15)).astype(U64)
-        sign = np.where((both >> sign_at) & U64(1), U32(0xFF), U32(0))
-        byte = np.where(pick >= 8, np.where(pick < 12, sign, U32(0xFF)), byte)
-        out |= np.where(pick == 12, U32(0), byte) << U32(8 * k)
-    return out
+    """v_perm_b32: each byte of ``select`` picks from the eight bytes of a (high) and b (low).
+
+    8 to 11 give the sign of every other byte, 12 gives 0, more gives 0xff.
+    """
+    shifts, full = U32([0, 8, 16, 24]), U32(0xFF)
+    eight = [(x >> s) & full for x in (b, a) for s in shifts]
+    signs = [(x >> U32(7)) * full for x in eight[1::2]]
+    choices = [*eight, *signs, U32(0), full]
+    picks = [np.minimum((select >> s) & full, U32(13)) for s in shifts]
+    return sum(np.choose(pick, choices) << s for pick, s in zip(picks, shifts, strict=True))
 
 
 def _bfe(a, shift, width):
@@ -105,9 +110,21 @@ def _bfe_signed(a, shift, width):
     return np.where(width == 0, I32(0), field)
 
 
-def _shift(f, kind):
-    count = width_of(kind) - 1
-    return lambda n, x: f(x, (n & n.dtype.type(count)).astype(x.dtype))
+def shift(f: Callable) -> Callable:
+    """x shifted by n as the hardware does it: by n modulo the width."""
+    return lambda n, x: f(x, (n & n.dtype.type(8 * x.itemsize - 1)).astype(x.dtype))
+
+
+def carry(a, b, c=0):
+    """(a + b + c, whether it left 32 bits) of uint32."""
+    wide = a.astype(U64) + b + np.asarray(c, U64)
+    return wide.astype(U32), wide >> U64(32) != 0
+
+
+def borrow(a, b, c=0):
+    """(a - b - c, whether it went below 0) of uint32."""
+    wide = a.astype(U64) - b - np.asarray(c, U64)
+    return wide.astype(U32), wide >> U64(32) != 0
 
 
 def div_fixup(q, d, n):
@@ -143,6 +160,10 @@ def div_scale(x, d, n):
     return value.astype(F32), np.select(conditions, [f for _, _, f in cases], False)
 
 
+def _choose(a, b, mask):
+    return np.where(mask, b, a)
+
+
 def _reverse_bits(a):
     as_bits = np.unpackbits(np.ascontiguousarray(a).view(np.uint8), bitorder="little")
     reversed_bits = np.packbits(as_bits.reshape(-1, 32)[:, ::-1], bitorder="little")
@@ -154,82 +175,83 @@ def _align(a, b, c):
 
 
 _LOW24 = U32(0xFFFFFF)
-_B, _F, _D = "b32", "f32", "f64"
-_U2, _U3, _F2, _F3 = "u32 u32", "u32 u32 u32", "f32 f32", "f32 f32 f32"
+_U2, _U3, _F2, _F3 = "b32 u32 u32", "b32 u32 u32 u32", "f32 f32 f32", "f32 f32 f32 f32"
 OPS: dict[str, Op] = {
-    "v_mov_b32": _op(_B, _B, lambda a: a),
-    "v_mov_b64": _op("b64", "b64", lambda a: a),
-    "v_and_b32": _op(_B, _U2, lambda a, b: a & b),
-    "v_or_b32": _op(_B, _U2, lambda a, b: a | b),
-    "v_xor_b32": _op(_B, _U2, lambda a, b: a ^ b),
-    "v_bfrev_b32": _op(_B, _B, _reverse_bits),
-    "v_bfi_b32": _op(_B, _U3, lambda a, b, c: (a & b) | (~a & c)),
-    "v_perm_b32": _op(_B, _U3, byte_permute),
-    "v_alignbit_b32": _op(_B, _U3, _align),
-    "v_bfe_u32": _op(_B, _U3, _bfe),
-    "v_bfe_i32": _op("i32", "i32 u32 u32", _bfe_signed),
-    "v_add_u32": _op(_B, _U2, lambda a, b: a + b),
-    "v_sub_u32": _op(_B, _U2, lambda a, b: a - b),
-    "v_subrev_u32": _op(_B, _U2, lambda a, b: b - a),
-    "v_add3_u32": _op(_B, _U3, lambda a, b, c: a + b + c),
-    "v_lshl_add_u32": _op(_B, _U3, lambda a, b, c: (a << (b & U32(31))) + c),
-    "v_add_lshl_u32": _op(_B, _U3, lambda a, b, c: (a + b) << (c & U32(31))),
-    "v_lshl_or_b32": _op(_B, _U3, lambda a, b, c: (a << (b & U32(31))) | c),
-    "v_and_or_b32": _op(_B, _U3, lambda a, b, c: (a & b) | c),
-    "v_or3_b32": _op(_B, _U3, lambda a, b, c: a | b | c),
-    "v_xad_u32": _op(_B, _U3, lambda a, b, c: (a ^ b) + c),
-    "v_mul_lo_u32": _op(_B, _U2, lambda a, b: a * b),
-    "v_mad_u32": _op(_B, _U3, lambda a, b, c: a * b + c),
-    "v_mul_u32_u24": _op(_B, _U2, lambda a, b: (a & _LOW24) * (b & _LOW24)),
-    "v_mad_u32_u24": _op(_B, _U3, lambda a, b, c: (a & _LOW24) * (b & _LOW24) + c),
-    "v_lshl_add_u64": _op("b64", "u64 u32 u64", lambda a, b, c: (a << (b & 7).astype(U64)) + c),
-    "v_add_u64": _op("b64", "u64 u64", lambda a, b: a + b),
-    "v_mul_u64": _op("b64", "u64 u64", lambda a, b: a * b),
-    "v_add_u16": _op("u16", "u16 u16", lambda a, b: a + b),
-    "v_cvt_f32_f16": _op(_F, "f16", lambda a: a.astype(F32)),
-    "v_cvt_f16_f32": _op("f16", _F, to_f16),
-    "v_cvt_f32_bf16": _op(_F, "bf16", from_bf16),
-    "v_cvt_f64_f32": _op(_D, _F, lambda a: a.astype(F64)),
-    "v_cvt_f32_f64": _op(_F, _D, lambda a: a.astype(F32)),
-    "v_rsq_f32": _op(_F, _F, _ideal(lambda x: 1 / np.sqrt(x))),
-    "v_rcp_f32": _op(_F, _F, _ideal(lambda x: 1 / x)),
-    "v_sqrt_f32": _op(_F, _F, _ideal(np.sqrt)),
-    "v_rsq_f64": _op(_D, _D, lambda x: 1 / np.sqrt(x)),
-    "v_div_fixup_f32": _op(_F, _F3, div_fixup),
-    "v_med3_f32": _op(_F, _F3, median),
-    "v_maximum_f32": _op(_F, _F2, _nan_wins(maximum)),
-    "v_minimum_f32": _op(_F, _F2, _nan_wins(minimum)),
-    "v_maximum3_f32": _op(_F, _F3, _nan_wins(_fold(maximum))),
-    "v_minimum3_f32": _op(_F, _F3, _nan_wins(_fold(minimum))),
-    "v_max3_f32": _op(_F, _F3, _fold(maximum)),
-    "v_min3_f32": _op(_F, _F3, _fold(minimum)),
-    "v_minmax_f32": _op(_F, _F3, lambda a, b, c: maximum(minimum(a, b), c)),
-    "v_maxmin_f32": _op(_F, _F3, lambda a, b, c: minimum(maximum(a, b), c)),
-    "v_max_f32": _op(_F, _F2, maximum),
-    "v_min_f32": _op(_F, _F2, minimum),
+    "v_mov_b32": op("b32 b32", lambda a: a),
+    "v_mov_b64": op("b64 b64", lambda a: a),
+    "v_and_b32": op(_U2, np.bitwise_and),
+    "v_or_b32": op(_U2, np.bitwise_or),
+    "v_xor_b32": op(_U2, np.bitwise_xor),
+    "v_bfrev_b32": op("b32 b32", _reverse_bits),
+    "v_bfi_b32": op(_U3, lambda a, b, c: (a & b) | (~a & c)),
+    "v_cndmask_b32": op("b32 b32 b32 mask", _choose),
+    "v_cndmask_b16": op("b16 b16 b16 mask", _choose),
+    "v_perm_b32": op(_U3, byte_permute),
+    "v_alignbit_b32": op(_U3, _align),
+    "v_bfe_u32": op(_U3, _bfe),
+    "v_bfe_i32": op("i32 i32 u32 u32", _bfe_signed),
+    "v_add_u32": op(_U2, np.add),
+    "v_sub_u32": op(_U2, np.subtract),
+    "v_subrev_u32": op(_U2, lambda a, b: b - a),
+    "v_add3_u32": op(_U3, lambda a, b, c: a + b + c),
+    "v_lshl_add_u32": op(_U3, lambda a, b, c: (a << (b & U32(31))) + c),
+    "v_add_lshl_u32": op(_U3, lambda a, b, c: (a + b) << (c & U32(31))),
+    "v_lshl_or_b32": op(_U3, lambda a, b, c: (a << (b & U32(31))) | c),
+    "v_and_or_b32": op(_U3, lambda a, b, c: (a & b) | c),
+    "v_or3_b32": op(_U3, lambda a, b, c: a | b | c),
+    "v_xad_u32": op(_U3, lambda a, b, c: (a ^ b) + c),
+    "v_mul_lo_u32": op(_U2, np.multiply),
+    "v_mad_u32": op(_U3, lambda a, b, c: a * b + c),
+    "v_mul_u32_u24": op(_U2, lambda a, b: (a & _LOW24) * (b & _LOW24)),
+    "v_mad_u32_u24": op(_U3, lambda a, b, c: (a & _LOW24) * (b & _LOW24) + c),
+    "v_lshl_add_u64": op("b64 u64 u32 u64", lambda a, b, c: (a << (b & 7).astype(U64)) + c),
+    "v_add_u64": op("b64 u64 u64", np.add),
+    "v_mul_u64": op("b64 u64 u64", np.multiply),
+    "v_add_u16": op("u16 u16 u16", np.add),
+    "v_cvt_f32_f16": op("f32 f16", lambda a: a.astype(F32)),
+    "v_cvt_f16_f32": op("f16 f32", to_f16),
+    "v_cvt_f32_bf16": op("f32 bf16", from_bf16),
+    "v_cvt_f64_f32": op("f64 f32", lambda a: a.astype(F64)),
+    "v_cvt_f32_f64": op("f32 f64", lambda a: a.astype(F32)),
+    "v_rsq_f32": op("f32 f32", _ideal(lambda x: 1 / np.sqrt(x))),
+    "v_rcp_f32": op("f32 f32", _ideal(lambda x: 1 / x)),
+    "v_sqrt_f32": op("f32 f32", _ideal(np.sqrt)),
+    "v_rsq_f64": op("f64 f64", lambda x: 1 / np.sqrt(x)),
+    "v_div_fixup_f32": op(_F3, div_fixup),
+    "v_med3_f32": op(_F3, median),
+    "v_maximum_f32": op(_F2, nan_wins(maximum)),
+    "v_minimum_f32": op(_F2, nan_wins(minimum)),
+    "v_maximum3_f32": op(_F3, nan_wins(_fold(maximum))),
+    "v_minimum3_f32": op(_F3, nan_wins(_fold(minimum))),
+    "v_max3_f32": op(_F3, _fold(maximum)),
+    "v_min3_f32": op(_F3, _fold(minimum)),
+    "v_minmax_f32": op(_F3, lambda a, b, c: maximum(minimum(a, b), c)),
+    "v_maxmin_f32": op(_F3, lambda a, b, c: minimum(maximum(a, b), c)),
+    "v_max_f32": op(_F2, maximum),
+    "v_min_f32": op(_F2, minimum),
 }
-for _k, _fma in (("f16", lambda a, b, c: fma(a, b, c, F16)), (_F, fma), (_D, fma64)):
-    _two, _three = f"{_k} {_k}", f"{_k} {_k} {_k}"
+"""By plain name."""
+for _k, _fma in (("f16", lambda a, b, c: fma(a, b, c, F16)), ("f32", fma), ("f64", fma64)):
+    _two, _three = f"{_k} {_k} {_k}", f"{_k} {_k} {_k} {_k}"
     OPS |= {
-        f"v_add_{_k}": _op(_k, _two, np.add),
-        f"v_sub_{_k}": _op(_k, _two, np.subtract),
-        f"v_subrev_{_k}": _op(_k, _two, lambda a, b: b - a),
-        f"v_mul_{_k}": _op(_k, _two, np.multiply),
-        f"v_fma_{_k}": _op(_k, _three, _fma),
-        f"v_fmac_{_k}": _op(_k, _three, _fma, True),
+        f"v_add_{_k}": op(_two, np.add),
+        f"v_sub_{_k}": op(_two, np.subtract),
+        f"v_subrev_{_k}": op(_two, lambda a, b: b - a),
+        f"v_mul_{_k}": op(_two, np.multiply),
+        f"v_fma_{_k}": op(_three, _fma),
+        f"v_fmac_{_k}": op(_three, _fma, old=True),
         # The middle operand is the literal, and in the text's order it is a factor.
-        f"v_fmamk_{_k}": _op(_k, _three, _fma),
-        f"v_fmaak_{_k}": _op(_k, _three, _fma),
+        f"v_fmamk_{_k}": op(_three, _fma),
+        f"v_fmaak_{_k}": op(_three, _fma),
     }
 for _k in ("u32", "i32", "u16"):
-    OPS[f"v_max_{_k}"] = _op(_k, f"{_k} {_k}", np.maximum)
-    OPS[f"v_min_{_k}"] = _op(_k, f"{_k} {_k}", np.minimum)
-    OPS[f"v_max3_{_k}"] = _op(_k, f"{_k} {_k} {_k}", _fold(np.maximum))
-for _n in ("16", "32", "64"):
-    _count = "u16" if _n == "16" else "u32"
-    OPS[f"v_lshlrev_b{_n}"] = _op("u" + _n, f"{_count} u{_n}", _shift(np.left_shift, "u" + _n))
-    OPS[f"v_lshrrev_b{_n}"] = _op("u" + _n, f"{_count} u{_n}", _shift(np.right_shift, "u" + _n))
-    OPS[f"v_ashrrev_i{_n}"] = _op("i" + _n, f"{_count} i{_n}", _shift(np.right_shift, "i" + _n))
+    OPS[f"v_max_{_k}"] = op(f"{_k} {_k} {_k}", np.maximum)
+    OPS[f"v_min_{_k}"] = op(f"{_k} {_k} {_k}", np.minimum)
+    OPS[f"v_max3_{_k}"] = op(f"{_k} {_k} {_k} {_k}", _fold(np.maximum))
+for _n, _count in (("16", "u16"), ("32", "u32"), ("64", "u32")):
+    OPS[f"v_lshlrev_b{_n}"] = op(f"u{_n} {_count} u{_n}", shift(np.left_shift))
+    OPS[f"v_lshrrev_b{_n}"] = op(f"u{_n} {_count} u{_n}", shift(np.right_shift))
+    OPS[f"v_ashrrev_i{_n}"] = op(f"i{_n} {_count} i{_n}", shift(np.right_shift))
 COMPARE = {
     "lt": np.less,
     "eq": np.equal,
@@ -237,16 +259,9 @@ COMPARE = {
     "gt": np.greater,
     "lg": lambda a, b: (a < b) | (a > b),
     "ge": np.greater_equal,
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b),
-    "nge": lambda a, b: ~(a >= b),
-    "nlg": lambda a, b: ~((a < b) | (a > b)),
-    "ngt": lambda a, b: ~(a > b),
-    "nle": lambda a, b: ~(a <= b),
-    "neq": np.not_equal,
-    "nlt": lambda a, b: ~(a < b),
-    "ne": np.not_equal,
 }
+COMPARE |= {f"n{name}": _not(f) for name, f in COMPARE.items()}
+COMPARE |= {"ne": np.not_equal, "o": _ordered, "u": _not(_ordered)}
 
 
 def float_class(x: np.ndarray, wanted: np.ndarray) -> np.ndarray:

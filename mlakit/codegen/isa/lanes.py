@@ -7,18 +7,43 @@ Sections: CDNA3 ISA "Data Parallel Processing (DPP)" and "Sub-Dword Addressing (
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
 from mlakit.codegen.isa.parse import EmulationError, Instruction
-from mlakit.codegen.isa.state import Waves
+from mlakit.codegen.isa.state import Waves, family
 
 U32 = np.uint32
-_PATTERNS = (
-    "quad_perm row_shl row_shr row_ror row_mirror row_half_mirror row_bcast row_newbcast row_share "
-    "row_xmask wave_shl wave_rol wave_shr wave_ror dpp8"
-).split()
-DPP_MODS = frozenset([*_PATTERNS, "row_mask", "bank_mask", "bound_ctrl", "fi"])
+
+
+def _in_row(lane: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Lane ``at`` of each lane's row of 16, -1 where that is outside it."""
+    return np.where((at >= 0) & (at < 16), (lane & ~15) + at, -1)
+
+
+def _select(lane: np.ndarray, choice: list[int]) -> np.ndarray:
+    return lane - lane % len(choice) + np.array(choice)[lane % len(choice)]
+
+
+_SOURCES: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "row_mirror": lambda lane, n: lane ^ 15,
+    "row_half_mirror": lambda lane, n: lane ^ 7,
+    "row_shl": lambda lane, n: _in_row(lane, (lane & 15) + n),
+    "row_shr": lambda lane, n: _in_row(lane, (lane & 15) - n),
+    "row_ror": lambda lane, n: _in_row(lane, (lane - n) & 15),
+    "row_newbcast": lambda lane, n: (lane & ~15) + n,
+    "row_share": lambda lane, n: (lane & ~15) + n,
+    "row_xmask": lambda lane, n: lane ^ n,
+    "row_bcast": lambda lane, n: np.where(lane > n, (lane & ~n) - 1, -1),
+    "wave_shl": lambda lane, n: np.append(lane[1:], -1),
+    "wave_shr": lambda lane, n: lane - 1,
+    "wave_rol": lambda lane, n: np.roll(lane, -1),
+    "wave_ror": lambda lane, n: np.roll(lane, 1),
+}
+"""By DPP pattern: (lanes,) source lane of each lane, -1 where it has none, from its number."""
+_PATTERNS = ("quad_perm", "dpp8", *_SOURCES)
+DPP_MODS = " ".join([*_PATTERNS, "row_mask bank_mask bound_ctrl fi"])
 
 
 def dpp_pattern(mods: dict[str, str]) -> str | None:
@@ -29,33 +54,9 @@ def dpp_pattern(mods: dict[str, str]) -> str | None:
 def dpp_sources(pattern: str, value: str, lanes: int) -> np.ndarray:
     """(lanes,) source lane of each lane; -1 where the pattern has none."""
     lane = np.arange(lanes)
-    row, at = lane & ~15, lane & 15
     if pattern in ("quad_perm", "dpp8"):
-        select = np.array([int(x) for x in value.strip("[]").split(",")])
-        return lane - lane % len(select) + select[lane % len(select)]
-    if pattern == "row_mirror":
-        return row + 15 - at
-    if pattern == "row_half_mirror":
-        return (lane & ~7) + 7 - (lane & 7)
-    n = int(value, 0)
-    if pattern == "row_shl":
-        return np.where(at + n < 16, lane + n, -1)
-    if pattern == "row_shr":
-        return np.where(at - n >= 0, lane - n, -1)
-    if pattern == "row_ror":
-        return row + (at - n) % 16
-    if pattern in ("row_newbcast", "row_share"):
-        return row + n
-    if pattern == "row_xmask":
-        return row + (at ^ n)
-    if pattern == "row_bcast":
-        if n == 15:
-            return np.where(lane >= 16, row - 1, -1)
-        return np.where(lane >= 32, 31, -1)
-    shifted = lane + (1 if pattern in ("wave_shl", "wave_rol") else -1)
-    if pattern in ("wave_rol", "wave_ror"):
-        return shifted % lanes
-    return np.where((shifted >= 0) & (shifted < lanes), shifted, -1)
+        return _select(lane, [int(x) for x in value.strip("[]").split(",")])
+    return _SOURCES[pattern](lane, int(value, 0))
 
 
 def dpp(waves: Waves, bits: np.ndarray, mods: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
@@ -107,9 +108,7 @@ def sdwa_place(old: np.ndarray, bits: np.ndarray, mods: dict[str, str]) -> np.nd
     mask = (1 << size) - 1
     unused = mods.get("dst_unused", "UNUSED_PAD")
     if unused == "UNUSED_SEXT":
-        return (
-            sdwa_select(bits, f"{'BYTE' if size == 8 else 'WORD'}_0", True) << U32(shift)
-        ).astype(U32)
+        return sdwa_select(bits, f"{select[:4]}_0", signed=True) << U32(shift)
     field = (bits & U32(mask)) << U32(shift)
     kept = old & U32(~(mask << shift) & 0xFFFFFFFF) if unused == "UNUSED_PRESERVE" else U32(0)
     return kept | field
@@ -175,20 +174,24 @@ def permlane_swap(waves: Waves, i: Instruction) -> None:
     waves.write(i.operands[1], new_b)
 
 
+def _lane_named(waves: Waves, i: Instruction) -> np.ndarray:
+    """(W, L) lane that each lane's byte address stands for."""
+    at = waves.read(i.operands[1], "u32") + U32(int(i.mods.get("offset", "0"), 0))
+    return (at >> U32(2)).astype(np.int64) % waves.lanes
+
+
 def bpermute(waves: Waves, i: Instruction) -> None:
     """ds_bpermute_b32: each lane pulls from lane address / 4; an inactive source gives 0."""
-    dst, address, data = i.operands
-    at = waves.read(address, "u32") + U32(int(i.mods.get("offset", "0"), 0))
-    source = (at >> U32(2)).astype(np.int64) % waves.lanes
+    dst, _, data = i.operands
+    source = _lane_named(waves, i)
     moved = np.take_along_axis(waves.vgpr(data.index), source, 1)
     waves.write(dst, np.where(np.take_along_axis(waves.exec, source, 1), moved, U32(0)))
 
 
 def permute(waves: Waves, i: Instruction) -> None:
     """ds_permute_b32: each active lane pushes to lane address / 4; the highest lane wins."""
-    dst, address, data = i.operands
-    at = waves.read(address, "u32") + U32(int(i.mods.get("offset", "0"), 0))
-    target = (at >> U32(2)).astype(np.int64) % waves.lanes
+    dst, _, data = i.operands
+    target = _lane_named(waves, i)
     out = np.zeros_like(waves.v[data.index])
     wave, lane = np.nonzero(waves.exec)
     out[wave, target[wave, lane]] = waves.vgpr(data.index)[wave, lane]
@@ -199,38 +202,32 @@ def swizzle(waves: Waves, i: Instruction) -> None:
     """ds_swizzle_b32 (CDNA3 ISA, "DS_SWIZZLE_B32"): quad permute, or masks within 32 lanes."""
     lane = np.arange(waves.lanes)
     mode, *args = re.findall(r"[\w]+", i.mods["offset"].removeprefix("swizzle"))
-    base, at = lane & ~31, lane & 31
     if mode == "SWAP":
-        source = base + (at ^ int(args[0]))
+        source = lane ^ int(args[0])
     elif mode == "REVERSE":
-        source = base + (at ^ (int(args[0]) - 1))
+        source = lane ^ (int(args[0]) - 1)
     elif mode == "BROADCAST":
-        source = base + (at & ~(int(args[0]) - 1)) + int(args[1])
+        source = (lane & -int(args[0])) + int(args[1])
     elif mode == "QUAD_PERM":
-        source = (lane & ~3) + np.array([int(a) for a in args])[lane & 3]
+        source = _select(lane, [int(a) for a in args])
     elif mode == "BITMASK_PERM":
         keep, one, flip = (
-            sum(1 << (4 - k) for k, c in enumerate(args[0]) if c in which)
-            for which in ("pi", "1", "i")
+            int("".join(str(int(c in which)) for c in args[0]), 2) for which in ("pi", "1", "i")
         )
-        source = base + (((at & keep) | one) ^ flip)
+        source = (lane & ~31) + ((lane & keep | one) ^ flip)
     else:
         raise EmulationError(f"unknown swizzle in: {i.text}")
     bits = waves.vgpr(i.operands[1].index)[:, source]
     waves.write(i.operands[0], np.where(waves.exec[:, source], bits, U32(0)))
 
 
-_NONE: frozenset[str] = frozenset()
-_OFFSET = frozenset(["offset"])
-HANDLERS = {
-    "v_readfirstlane_b32": (readfirstlane, _NONE),
-    "v_readlane_b32": (readlane, _NONE),
-    "v_writelane_b32": (writelane, _NONE),
-    "v_permlane16_b32": (permlane16, frozenset(["op_sel"])),
-    "v_permlanex16_b32": (permlane16, frozenset(["op_sel"])),
-    "v_permlane16_swap_b32": (permlane_swap, _NONE),
-    "v_permlane32_swap_b32": (permlane_swap, _NONE),
-    "ds_bpermute_b32": (bpermute, _OFFSET),
-    "ds_permute_b32": (permute, _OFFSET),
-    "ds_swizzle_b32": (swizzle, _OFFSET),
-}
+FAMILIES = (
+    family("v_readfirstlane_b32", readfirstlane),
+    family("v_readlane_b32", readlane),
+    family("v_writelane_b32", writelane),
+    family("v_permlanex?16_b32", permlane16, "op_sel"),
+    family("v_permlane(16|32)_swap_b32", permlane_swap),
+    family("ds_bpermute_b32", bpermute, "offset"),
+    family("ds_permute_b32", permute, "offset"),
+    family("ds_swizzle_b32", swizzle, "offset"),
+)

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 
 from mlakit.codegen.isa.parse import EmulationError, Instruction, Operand
-from mlakit.codegen.isa.state import Waves, pair
+from mlakit.codegen.isa.state import Waves, family, pair
 from mlakit.errors import MisuseError
 
 U32, U64 = np.uint32, np.uint64
@@ -33,8 +33,37 @@ _NAMED = {
     (1, "low"): "ubyte_d16 d16_u8 u8_d16",
     (1, "high"): "ubyte_d16_hi d16_hi_u8 u8_d16_hi byte_d16_hi b8_d16_hi d16_hi_b8",
 }
-_SIZES = {name: found for found, names in _NAMED.items() for name in names.split()}
+SIZES = {name: found for found, names in _NAMED.items() for name in names.split()}
 """By name: bytes, and whether they are sign-extended or half of a register."""
+
+
+class Bytes:
+    """An array of uint8 that lanes load from and store to; offsets (N,), values (words, N)."""
+
+    def __init__(self, data: np.ndarray):
+        self.data = data
+
+    def _words(self, offset: np.ndarray, size: int) -> np.ndarray | None:
+        """The array as uint32, if every access is of whole words."""
+        whole = size >= 4 and not (offset & 3).any() and self.data.ctypes.data % 4 == 0
+        return self.data[: len(self.data) & ~3].view(U32) if whole else None
+
+    def load(self, offset: np.ndarray, size: int, what: str = "") -> np.ndarray:
+        """(words, N) uint32 of ``size`` bytes at each offset."""
+        if (words := self._words(offset, size)) is not None:
+            return np.stack([words[(offset >> 2) + k] for k in range(size // 4)])
+        raw = np.zeros((len(offset), -(-size // 4) * 4), np.uint8)
+        raw[:, :size] = self.data[offset[:, None] + np.arange(size)]
+        return raw.view(U32).T
+
+    def store(self, offset: np.ndarray, values: np.ndarray, size: int, what: str = "") -> None:
+        """The inverse; the last writer of a byte wins."""
+        if (words := self._words(offset, size)) is not None:
+            for k in range(size // 4):
+                words[(offset >> 2) + k] = values[k]
+            return
+        raw = np.ascontiguousarray(values.T).view(np.uint8)
+        self.data[offset[:, None] + np.arange(size)] = raw[:, :size]
 
 
 class Memory:
@@ -99,63 +128,64 @@ class Memory:
                 out[:, these] = self.load(address[these], size, what)
             return out
         data, offset = self._locate(address, size, what)
-        return gather(data, offset, size)
+        return Bytes(data).load(offset, size)
 
     def store(self, address: np.ndarray, values: np.ndarray, size: int, what: str) -> None:
         """Write (words, N) uint32 to (N,) addresses; the last writer of a byte wins."""
         for region in np.unique(address >> U64(_SPACING)):
             these = (address >> U64(_SPACING)) == region
             data, offset = self._locate(address[these], size, what)
-            scatter(data, offset, values[:, these], size)
-
-
-def gather(data: np.ndarray, offset: np.ndarray, size: int) -> np.ndarray:
-    """(words, N) uint32 of ``size`` bytes at each byte ``offset`` (N,) of uint8 ``data``."""
-    if size >= 4 and not (offset & 3).any() and data.ctypes.data % 4 == 0:
-        words = data[: len(data) & ~3].view(U32)
-        at = offset >> 2
-        return np.stack([words[at + k] for k in range(size // 4)])
-    raw = np.zeros((len(offset), -(-size // 4) * 4), np.uint8)
-    raw[:, :size] = data[offset[:, None] + np.arange(size)]
-    return raw.view(U32).T
-
-
-def scatter(data: np.ndarray, offset: np.ndarray, values: np.ndarray, size: int) -> None:
-    """The inverse of ``gather``."""
-    if size >= 4 and not (offset & 3).any() and data.ctypes.data % 4 == 0:
-        words = data[: len(data) & ~3].view(U32)
-        for k in range(size // 4):
-            words[(offset >> 2) + k] = values[k]
-        return
-    raw = np.ascontiguousarray(values.T).view(np.uint8)
-    data[offset[:, None] + np.arange(size)] = raw[:, :size]
+            Bytes(data).store(offset, values[:, these], size)
 
 
 def _offset(i: Instruction, key: str = "offset") -> int:
     return int(i.mods.get(key, "0"), 0)
 
 
-def _size(name: str) -> tuple[int, str]:
-    found = _SIZES.get(name)
-    if found is None:
-        raise EmulationError(f"unknown memory size {name!r}")
-    return found
+def _move(waves: Waves, i: Instruction, first: Operand, what, active, place, at) -> None:
+    """Load registers from ``first`` on, or store them, for the ``active`` lanes (W, L).
+
+    ``what``: the kind of traffic, then size and form of ``SIZES``; ``place``: what has ``load`` and
+    ``store``; ``at``: (N,) address of each active lane there.
+    """
+    kind, size, form = what
+    words = range(max(1, size // 4))
+    waves.memory.traffic[kind] += size * len(at)
+    if kind.endswith("store"):
+        values = np.stack([waves.vgpr(first.index + k)[active] for k in words])
+        if len(at):
+            place.store(at, values >> U32(16 if form == "high" else 0), size, i.text)
+        return
+    out = np.zeros((len(words), *active.shape), U32)
+    if len(at):
+        out[:, active] = place.load(at, size, i.text)
+    if form in ("low", "high"):
+        waves.write_half(first, out[0].astype(np.uint16), form == "high", keep=True)
+        return
+    for k, word in enumerate(_extend(out, size) if form == "sign" else out):
+        waves.write_vgpr(first.index + k, word)
 
 
-def scalar_load(waves: Waves, i: Instruction, memory: Memory) -> None:
+def _vector_operands(i: Instruction, family: str) -> tuple[str, int, str, list[Operand]]:
+    """load or store, size, form and operands (register, address, base) of a vector access."""
+    kind, what = re.fullmatch(rf"{family}_(load|store)_(\w+)", i.name).groups()
+    first, second, *rest = i.operands
+    swap = kind == "store" and family != "buffer"
+    return kind, *SIZES[what], [second, first, *rest] if swap else i.operands
+
+
+def scalar_load(waves: Waves, i: Instruction) -> None:
     """s_load_*: one address per wave."""
-    size, form = _size(i.name.removeprefix("s_load_"))
+    size, form = SIZES[i.name.removeprefix("s_load_")]
     dst, base, *rest = i.operands
     address = waves.read_scalar(base, "u64")
     for o in rest:
         step = waves.read_scalar(o, "u32" if o.kind == "s" else "i32")
         address = address + step.astype(np.int64).view(U64)
     address = address + U64(_offset(i))
-    words = memory.load(address, size, i.text)
-    memory.traffic["scalar_load"] += size * len(address)
-    if form == "sign":
-        words = _extend(words, size)
-    for k, word in enumerate(words):
+    words = waves.memory.load(address, size, i.text)
+    waves.memory.traffic["scalar_load"] += size * len(address)
+    for k, word in enumerate(_extend(words, size) if form == "sign" else words):
         waves.write_scalar(Operand("s", dst.index + k, text=dst.text), word)
 
 
@@ -164,50 +194,17 @@ def _extend(words: np.ndarray, size: int) -> np.ndarray:
     return (words ^ sign) - sign
 
 
-def _write_loaded(waves: Waves, dst: Operand, words: np.ndarray, size: int, form: str) -> None:
-    """Write loaded words ((n, W, L) uint32) to consecutive registers."""
-    if form == "sign":
-        words = _extend(words, size)
-    if form in ("low", "high"):
-        waves.write_half(dst, words[0].astype(np.uint16), form == "high", keep=True)
-        return
-    for k, word in enumerate(words):
-        waves.write_vgpr(dst.index + k, word)
-
-
-def _stored(waves: Waves, src: Operand, size: int, form: str, active: np.ndarray) -> np.ndarray:
-    words = [waves.vgpr(src.index + k)[active] for k in range(max(1, size // 4))]
-    return np.stack(words) >> U32(16 if form == "high" else 0)
-
-
-def _access(waves, i, memory, address, active, kind, dst, size, form):
-    """Load to, or store from, ``dst`` at (W, L) addresses under ``active``."""
-    words = max(1, size // 4)
-    if kind == "store":
-        if active.any():
-            memory.store(address[active], _stored(waves, dst, size, form, active), size, i.text)
-            memory.traffic["store"] += size * int(active.sum())
-        return
-    out = np.zeros((words, *active.shape), U32)
-    if active.any():
-        out[:, active] = memory.load(address[active], size, i.text)
-        memory.traffic["load"] += size * int(active.sum())
-    _write_loaded(waves, dst, out, size, form)
-
-
-def global_access(waves: Waves, i: Instruction, memory: Memory) -> None:
+def global_access(waves: Waves, i: Instruction) -> None:
     """global_load_* and global_store_*: a 64-bit address, or a scalar base and a 32-bit offset."""
-    kind, what = re.fullmatch(r"global_(load|store)_(\w+)", i.name).groups()
-    size, form = _size(what)
-    dst, address, base = i.operands if kind == "load" else (i.operands[1], *i.operands[::2])
+    *what, (first, address, base) = _vector_operands(i, "global")
     if base.kind == "off":
         at = waves.read(address, "u64")
     else:
-        scale = U64(size if "scale_offset" in i.mods else 1)
+        scale = U64(what[1] if "scale_offset" in i.mods else 1)
         offset = waves.read(address, "u32").astype(U64) * scale
         at = waves.read_scalar(base, "u64")[:, None] + offset
     at = at + np.array(_offset(i), np.int64).view(U64)
-    _access(waves, i, memory, at, waves.exec, kind, dst, size, form)
+    _move(waves, i, first, what, waves.exec, waves.memory, at[waves.exec])
 
 
 def _resource(waves: Waves, op: Operand) -> tuple[np.ndarray, np.ndarray]:
@@ -223,28 +220,25 @@ def _resource(waves: Waves, op: Operand) -> tuple[np.ndarray, np.ndarray]:
     return low & U64((1 << 48) - 1), word[2].astype(U64)
 
 
-def buffer_access(waves: Waves, i: Instruction, memory: Memory) -> None:
+def buffer_access(waves: Waves, i: Instruction) -> None:
     """buffer_load_* and buffer_store_* on raw buffers: out of range loads 0 and stores nothing."""
-    kind, what = re.fullmatch(r"buffer_(load|store)_(\w+)", i.name).groups()
-    size, form = _size(what)
-    dst, address, resource, step = i.operands
+    *what, (first, address, resource, step) = _vector_operands(i, "buffer")
     base, records = _resource(waves, resource)
-    offset = np.zeros_like(waves.exec, U64) + U64(_offset(i))
+    offset = np.zeros_like(waves.exec, U64) + U64(_offset(i)) + waves.read_scalar(step)[:, None]
     if "offen" in i.mods:
         offset = offset + waves.read(address, "u32")
-    step = waves.read_scalar(step)[:, None]
-    inside = offset + step + U64(size) <= records[:, None]
-    at = base[:, None] + offset + step
-    _access(waves, i, memory, at, waves.exec & inside, kind, dst, size, form)
+    active = waves.exec & (offset + U64(what[1]) <= records[:, None])
+    at = (base[:, None] + offset)[active]
+    _move(waves, i, first, what, active, waves.memory, at)
 
 
-class Lds:
+class Lds(Bytes):
     """Shared memory: one row of bytes a workgroup, filled with NaN until it is written."""
 
     def __init__(self, groups: int, size: int):
         self.size = size
         self.pitch = size + (-size % 16)
-        self.data = np.full(groups * self.pitch, 0xFF, np.uint8)
+        super().__init__(np.full(groups * self.pitch, 0xFF, np.uint8))
 
     def offsets(self, waves, address, active, size, what) -> np.ndarray:
         """Byte offsets into ``data`` for the active lanes of (W, L) addresses."""
@@ -255,37 +249,30 @@ class Lds:
         return at + row * self.pitch
 
 
-_LDS = re.compile(r"ds_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_(\w+)")
+_LDS = r"ds_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_({})"
 
 
-def lds_access(waves: Waves, i: Instruction, lds: Lds, memory: Memory) -> None:
+def lds_access(waves: Waves, i: Instruction) -> None:
     """ds_read / ds_write (ds_load / ds_store from gfx11), one or two addresses."""
-    verb, two, strided, what = _LDS.fullmatch(i.name).groups()
+    verb, two, strided, name = re.fullmatch(_LDS.format(r"\w+"), i.name).groups()
     load = verb in ("load", "read")
-    size, form = _size(what)
+    size, form = SIZES[name]
+    what = "lds_load" if load else "lds_store", size, form
     scale = size * (64 if strided else 1)
     steps = [_offset(i, f"offset{k}") * scale for k in (0, 1)] if two else [_offset(i)]
-    address = waves.read(i.operands[0 if not load else 1], "u32")
-    active = waves.exec
-    words = max(1, size // 4)
-    memory.traffic["lds_load" if load else "lds_store"] += size * len(steps) * int(active.sum())
+    address = waves.read(i.operands[1 if load else 0], "u32")
+    lds, active = waves.lds, waves.exec
     places = [lds.offsets(waves, address + U32(s), active, size, i.text) for s in steps]
     for k, at in enumerate(places):
+        first = i.operands[0 if load else 1 + k]
         if load:
-            out = np.zeros((words, *active.shape), U32)
-            out[:, active] = gather(lds.data, at, size)
-            first = i.operands[0]._replace(index=i.operands[0].index + k * words)
-            _write_loaded(waves, first, out, size, form)
-        else:
-            values = _stored(waves, i.operands[1 + k], size, form, active)
-            scatter(lds.data, at, values, size)
+            first = first._replace(index=first.index + k * max(1, size // 4))
+        _move(waves, i, first, what, active, lds, at)
 
 
-def scratch_access(waves: Waves, i: Instruction, memory: Memory) -> None:
+def scratch_access(waves: Waves, i: Instruction) -> None:
     """scratch_load_* and scratch_store_*: bytes private to a lane (CDNA3 ISA, "Scratch")."""
-    kind, what = re.fullmatch(r"scratch_(load|store)_(\w+)", i.name).groups()
-    size, form = _size(what)
-    dst, address, base = i.operands if kind == "load" else (i.operands[1], *i.operands[::2])
+    kind, size, form, (first, address, base) = _vector_operands(i, "scratch")
     at = np.full(waves.exec.shape, _offset(i), np.int64)
     if address.kind != "off":
         at = at + waves.read(address, "u32")
@@ -293,34 +280,17 @@ def scratch_access(waves: Waves, i: Instruction, memory: Memory) -> None:
         at = at + waves.read_scalar(base)[:, None]
     if (at + size > waves.scratch.shape[2]).any() or (at < 0).any():
         raise EmulationError(f"{i.text}: outside {waves.scratch.shape[2]} bytes of scratch")
-    active, wave = waves.exec, np.nonzero(waves.exec)
-    memory.traffic["scratch_" + kind] += size * int(active.sum())
-    flat = np.ravel_multi_index((*wave, at[active]), waves.scratch.shape)
-    data = waves.scratch.reshape(-1)
-    if kind == "store":
-        scatter(data, flat, _stored(waves, dst, size, form, active), size)
-        return
-    out = np.zeros((max(1, size // 4), *active.shape), U32)
-    out[:, active] = gather(data, flat, size)
-    _write_loaded(waves, dst, out, size, form)
+    flat = np.ravel_multi_index((*np.nonzero(waves.exec), at[waves.exec]), waves.scratch.shape)
+    what, place = ("scratch_" + kind, size, form), Bytes(waves.scratch.reshape(-1))
+    _move(waves, i, first, what, waves.exec, place, flat)
 
 
-_HINTS = frozenset("glc slc dlc sc0 sc1 nt th scope offset".split())
-_FAMILIES = {
-    "s_load": (scalar_load, _HINTS),
-    "global": (global_access, _HINTS | {"scale_offset"}),
-    "buffer": (buffer_access, _HINTS | {"offen"}),
-    "scratch": (scratch_access, _HINTS),
-}
-
-
-def handler(name: str):
-    """(function, modifiers it knows) of a memory instruction other than LDS, or None."""
-    m = re.fullmatch(r"(?:(s_load)|(?:(global|buffer|scratch)_(?:load|store)))_\w+", name)
-    return _FAMILIES[m.group(1) or m.group(2)] if m else None
-
-
-def lds_handler(name: str):
-    """The same for an LDS instruction."""
-    mods = frozenset(["offset", "offset0", "offset1"])
-    return (lds_access, mods) if _LDS.fullmatch(name) else None
+_HINTS = "glc slc dlc sc0 sc1 nt th scope offset "
+_ANY = "|".join(SIZES)
+FAMILIES = (
+    family(rf"s_load_({_ANY})", scalar_load, _HINTS),
+    family(rf"global_(load|store)_({_ANY})", global_access, _HINTS + "scale_offset"),
+    family(rf"buffer_(load|store)_({_ANY})", buffer_access, _HINTS + "offen"),
+    family(rf"scratch_(load|store)_({_ANY})", scratch_access, _HINTS),
+    family(_LDS.format(_ANY), lds_access, "offset offset0 offset1"),
+)

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 VCC, M0, TTMP = 106, 124, 108
-_ENCODINGS = ("_e32", "_e64", "_dpp", "_sdwa", "_e64_dpp", "_dpp8")
+_ENCODING = re.compile(r"(_e32|_e64_dpp|_e64|_dpp8|_dpp|_sdwa)$")
+
+
+_NAMED: dict[str, tuple] = {
+    "vcc": ("s", VCC, 2), "vcc_lo": ("s", VCC), "vcc_hi": ("s", VCC + 1), "m0": ("s", M0),
+    "exec": ("exec", 0, 2), "exec_lo": ("exec", 0), "exec_hi": ("exec", 1),
+    "null": ("null",), "off": ("off",), "scc": ("scc",),
+}  # fmt: skip
+"""kind, first register and how many of an operand that has a name"""
 
 
 class EmulationError(RuntimeError):
@@ -28,12 +36,19 @@ class Operand(NamedTuple):
     """1 where the operand names the high 16 bits (``v3.h``)"""
     text: str = ""
 
+    @property
+    def plain(self) -> Operand:
+        """The same without a sign: its bits as they are."""
+        return self._replace(neg=False, absolute=False)
+
 
 @dataclass(eq=False)
 class Instruction:
     """One instruction: ``name`` without its encoding suffix, operands, modifiers, source line."""
 
     name: str
+    plain: str
+    """``name`` as the oldest generation that has it writes it"""
     operands: list[Operand]
     mods: dict[str, str]
     text: str
@@ -44,9 +59,7 @@ class Instruction:
 
     def bits(self, key: str, default: int, n: int) -> list[int]:
         """A list modifier such as ``op_sel:[0,1]``, padded with ``default`` to ``n``."""
-        found = (
-            [int(x, 0) for x in self.mods[key].strip("[]").split(",")] if key in self.mods else []
-        )
+        found = [int(x, 0) for x in re.findall(r"\w+", self.mods.get(key, ""))]
         return found + [default] * (n - len(found))
 
 
@@ -77,24 +90,15 @@ def parse_operand(text: str) -> Operand:
     if inner.startswith("|"):
         inner, absolute = inner.strip("|"), True
     mods = dict(neg=neg, absolute=absolute, sext=sext, text=text)
-    m = re.fullmatch(r"(v|s|ttmp)(\d+)(?:\.([lh]))?", inner)
-    if m:
-        kind, index, count = m.group(1), int(m.group(2)), 1
-    elif m := re.fullmatch(r"(v|s|ttmp)\[(\d+):(\d+)\]()", inner):
-        kind, index = m.group(1), int(m.group(2))
-        count = int(m.group(3)) - index + 1
-    if m:
+    if m := re.fullmatch(r"(v|s|ttmp)(?:(\d+)(?:\.([lh]))?|\[(\d+):(\d+)\])", inner):
+        kind, one, half, first, last = m.groups()
+        index = int(one or first)
+        count = int(last) - index + 1 if last else 1
         if kind == "ttmp":
             kind, index = "s", index + TTMP
-        return Operand(kind, index, count, half=int(m.group(m.lastindex or 1) == "h"), **mods)
-    if inner in ("vcc", "vcc_lo", "vcc_hi"):
-        return Operand("s", VCC + (inner == "vcc_hi"), 2 if inner == "vcc" else 1, **mods)
-    if inner == "m0":
-        return Operand("s", M0, **mods)
-    if inner in ("exec", "exec_lo", "exec_hi"):
-        return Operand("exec", int(inner == "exec_hi"), 2 if inner == "exec" else 1, **mods)
-    if inner in ("null", "off", "scc"):
-        return Operand(inner, **mods)
+        return Operand(kind, index, count, half=int(half == "h"), **mods)
+    if inner in _NAMED:
+        return Operand(*_NAMED[inner], **mods)
     if re.fullmatch(r"-?(0x[0-9a-f]+|\d+(\.\d+)?(e[-+]?\d+)?)", inner):
         return Operand("const", **mods)
     return Operand("text", **mods)
@@ -130,13 +134,22 @@ def parse_instruction(text: str, source: tuple[str, int] | None = None) -> Instr
             key, _, value = word.partition(":")
             mods[key] = value or "1"
     sdwa = name.endswith("_sdwa")
-    for suffix in sorted(_ENCODINGS, key=len, reverse=True):
-        if name.startswith("v_") and name.endswith(suffix):
-            name = name.removesuffix(suffix)
-            break
-    name = name.replace("v_dual_", "v_")
+    if name.startswith("v_"):
+        name = _ENCODING.sub("", name).replace("v_dual_", "v_")
     dual = parse_instruction(second.strip(), source) if second else None
-    return Instruction(name, [parse_operand(p) for p in parts], mods, text, source, dual, sdwa)
+    operands = [parse_operand(p) for p in parts]
+    return Instruction(name, _plain_name(name), operands, mods, text, source, dual, sdwa)
+
+
+def _plain_name(name: str) -> str:
+    """A name without the parts that only newer generations write; AGPR moves are moves."""
+    if name.startswith("v_accvgpr_"):
+        return "v_mov_b32"
+    name = name.replace("_nc_", "_").replace("_num_", "_")
+    if name.startswith("s_"):
+        name = name.replace("s_add_co_ci_", "s_addc_").replace("s_sub_co_ci_", "s_subb_")
+        name = name.replace("_co_", "_")
+    return name
 
 
 def parse_program(asm: str) -> Program:

@@ -4,15 +4,16 @@ the scalar float instructions and 64-bit add and multiply). Branches are in ``ex
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 
-from mlakit.codegen.isa.numbers import fma
+from mlakit.codegen.isa.alu import COMPARE, OPS, Op, borrow, carry, op, shift
 from mlakit.codegen.isa.parse import EmulationError, Instruction
-from mlakit.codegen.isa.state import DTYPES, Waves
+from mlakit.codegen.isa.state import DTYPES, Waves, family
 
 U32, U64, I32, I64, F32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
-IGNORED = re.compile(
+IGNORED = (
     r"s_nop|s_waitcnt\w*|s_wait_(?!event)\w+|s_delay_alu|s_clause|s_sendmsg|s_setprio|s_sleep|"
     r"s_inst_prefetch|s_set_inst_prefetch_distance|s_code_end|s_icache_inv|s_ttracedata|"
     r"s_prefetch_inst\w*|v_nop|buffer_gl[01]_inv|buffer_wbl2|buffer_inv|global_(inv|wb|wbinv)"
@@ -20,60 +21,43 @@ IGNORED = re.compile(
 """Waits, hints and cache upkeep: no value changes here, where every access completes at once."""
 
 
-def _carry(a, b, c=0):
-    wide = a.astype(U64) + b.astype(U64) + U64(1) * np.asarray(c, U64)
-    return wide.astype(U32), wide >> U64(32) != 0
+def _flagged(f):
+    """Of int32: the result, and whether it overflowed."""
 
-
-def _borrow(a, b, c=0):
-    need = b.astype(U64) + np.asarray(c, U64)
-    return (a.astype(U64) - need).astype(U32), a.astype(U64) < need
-
-
-def _signed(f):
     def run(a, b):
-        wide = f(a.astype(np.int64), b.astype(np.int64))
+        wide = f(a.astype(I64), b.astype(I64))
         return wide.astype(I32), wide != wide.astype(I32)
 
     return run
 
 
+def _chosen(f, first):
+    """Minimum or maximum, and whether it is the first operand."""
+    return lambda a, b: (f(a, b), first(a, b))
+
+
 def _bfe(a, b):
-    shift, width = b & U32(31), (b >> U32(16)) & U32(127)
-    mask = np.where(width >= 32, U32(0xFFFFFFFF), (U32(1) << (width & U32(31))) - U32(1))
-    return (a >> shift.astype(a.dtype)) & mask
-
-
-def _bfe_signed(a, b):
-    width = np.minimum((b >> U32(16)) & U32(127), U32(32))
-    up = (U32(32) - width).astype(I32)
-    field = (_bfe(a.view(U32), b) << up.astype(U32)).view(I32) >> np.minimum(up, 31)
-    return np.where(width == 0, I32(0), field).astype(I32)
-
-
-def _bfe_signed64(a, b):
-    width = ((b >> U32(16)) & U32(127)).astype(np.int64)
-    up = np.clip(64 - width - (b & U32(63)), 0, 63)
-    return np.where(width == 0, 0, (a << up) >> np.minimum(64 - width, 63))
+    """A field of ``b >> 16`` bits at bit ``b & 31`` (or 63) of a, with the sign that a has."""
+    size = 8 * a.itemsize
+    at = (b & U32(size - 1)).astype(I64)
+    width = ((b >> U32(16)) & U32(127)).astype(I64)
+    up = np.clip(size - width - at, 0, size - 1).astype(a.dtype)
+    down = np.minimum(size - np.minimum(width, size - at), size - 1).astype(a.dtype)
+    return np.where(width == 0, a.dtype.type(0), (a << up) >> down)
 
 
 def _lshl_add(n):
     def run(a, b):
-        wide = (a.astype(U64) << U64(n)) + b.astype(U64)
+        wide = (a.astype(U64) << U64(n)) + b
         return wide.astype(U32), wide >> U64(32) != 0
 
     return run
-
-
-def _reverse(a):
-    return np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()], U32)
 
 
 def _high_half(a):
     return (a >> U32(16)).astype(np.uint16).view(np.float16).astype(F32)
 
 
-_BOTH, _NONZERO = "pair", "nonzero"
 _LOGIC = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
@@ -86,108 +70,69 @@ _LOGIC = {
     "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
 }
-_U, _I, _F, _U64 = ("u32", "u32"), ("i32", "i32"), ("f32", "f32"), ("u64", "u64")
-ALU = {
-    "s_add_u32": ("u32", _U, _carry, _BOTH),
-    "s_sub_u32": ("u32", _U, _borrow, _BOTH),
-    "s_add_i32": ("i32", _I, _signed(np.add), _BOTH),
-    "s_sub_i32": ("i32", _I, _signed(np.subtract), _BOTH),
-    "s_addk_i32": ("i32", _I, _signed(np.add), _BOTH),
-    "s_mul_i32": ("u32", _U, lambda a, b: a * b, None),
-    "s_mulk_i32": ("u32", _U, lambda a, b: a * b, None),
-    "s_mul_hi_u32": ("u32", _U, lambda a, b: (a.astype(U64) * b >> U64(32)).astype(U32), None),
-    "s_mul_hi_i32": ("i32", _I, lambda a, b: (a.astype(np.int64) * b >> 32).astype(I32), None),
-    "s_mul_u64": ("u64", _U64, lambda a, b: a * b, None),
-    "s_add_nc_u64": ("u64", _U64, lambda a, b: a + b, None),
-    "s_sub_nc_u64": ("u64", _U64, lambda a, b: a - b, None),
-    "s_ashr_i32": ("i32", ("i32", "u32"), lambda a, b: a >> (b & U32(31)).astype(I32), _NONZERO),
-    "s_ashr_i64": ("i64", ("i64", "u32"), lambda a, b: a >> (b & U32(63)).astype(I64), _NONZERO),
-    "s_bfe_u32": ("u32", _U, _bfe, _NONZERO),
-    "s_bfe_i32": ("i32", ("i32", "u32"), _bfe_signed, _NONZERO),
-    "s_bfe_i64": ("i64", ("i64", "u32"), _bfe_signed64, _NONZERO),
-    "s_min_u32": ("u32", _U, lambda a, b: (np.minimum(a, b), a <= b), _BOTH),
-    "s_max_u32": ("u32", _U, lambda a, b: (np.maximum(a, b), a >= b), _BOTH),
-    "s_min_i32": ("i32", _I, lambda a, b: (np.minimum(a, b), a <= b), _BOTH),
-    "s_max_i32": ("i32", _I, lambda a, b: (np.maximum(a, b), a >= b), _BOTH),
-    "s_brev_b32": ("u32", ("u32",), _reverse, None),
-    "s_movk_i32": ("i32", ("i32",), lambda a: a, None),
-    "s_sext_i32_i16": ("i32", ("u32",), lambda a: a.astype(np.int16).astype(I32), None),
-    "s_sext_i32_i8": ("i32", ("u32",), lambda a: a.astype(np.int8).astype(I32), None),
-    "s_pack_ll_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b << U32(16), None),
-    "s_pack_lh_b32_b16": ("u32", _U, lambda a, b: a & U32(0xFFFF) | b & U32(0xFFFF0000), None),
-    "s_mul_f32": ("f32", _F, np.multiply, None),
-    "s_add_f32": ("f32", _F, np.add, None),
-    "s_sub_f32": ("f32", _F, np.subtract, None),
-    "s_maximum_f32": ("f32", _F, np.maximum, None),
-    "s_minimum_f32": ("f32", _F, np.minimum, None),
-    "s_max_num_f32": ("f32", _F, np.fmax, None),
-    "s_min_num_f32": ("f32", _F, np.fmin, None),
-    "s_fmac_f32": ("f32", ("f32",) * 3, fma, None),
-    "s_fmamk_f32": ("f32", ("f32",) * 3, fma, None),
-    "s_fmaak_f32": ("f32", ("f32",) * 3, fma, None),
-    "s_cvt_f32_f16": ("f32", ("f16",), lambda a: a.astype(F32), None),
-    "s_cvt_hi_f32_f16": ("f32", ("u32",), _high_half, None),
-    "v_s_rsq_f32": ("f32", ("f32",), lambda a: 1 / np.sqrt(a.astype(np.float64)), None),
-    "v_s_rcp_f32": ("f32", ("f32",), lambda a: 1 / a.astype(np.float64), None),
+_U, _I = "u32 u32 u32", "i32 i32 i32"
+ALU: dict[str, Op] = {
+    "s_add_u32": op(_U, carry, scc="computed"),
+    "s_sub_u32": op(_U, borrow, scc="computed"),
+    "s_add_i32": op(_I, _flagged(np.add), scc="computed"),
+    "s_sub_i32": op(_I, _flagged(np.subtract), scc="computed"),
+    "s_addk_i32": op(_I, _flagged(np.add), old=True, scc="computed"),
+    "s_mulk_i32": op(_U, np.multiply, old=True),
+    "s_mul_hi_u32": op(_U, lambda a, b: a.astype(U64) * b >> U64(32)),
+    "s_mul_hi_i32": op(_I, lambda a, b: a.astype(I64) * b >> 32),
+    "s_sub_u64": op("u64 u64 u64", np.subtract),
+    "s_bfe_u32": op(_U, _bfe, scc="nonzero"),
+    "s_bfe_i32": op("i32 i32 u32", _bfe, scc="nonzero"),
+    "s_bfe_i64": op("i64 i64 u32", _bfe, scc="nonzero"),
+    "s_min_u32": op(_U, _chosen(np.minimum, np.less_equal), scc="computed"),
+    "s_max_u32": op(_U, _chosen(np.maximum, np.greater_equal), scc="computed"),
+    "s_min_i32": op(_I, _chosen(np.minimum, np.less_equal), scc="computed"),
+    "s_max_i32": op(_I, _chosen(np.maximum, np.greater_equal), scc="computed"),
+    "s_movk_i32": op("i32 i32", lambda a: a),
+    "s_sext_i32_i16": op("i32 u32", lambda a: a.astype(np.int16)),
+    "s_sext_i32_i8": op("i32 u32", lambda a: a.astype(np.int8)),
+    "s_pack_ll_b32_b16": op(_U, lambda a, b: a & U32(0xFFFF) | b << U32(16)),
+    "s_pack_lh_b32_b16": op(_U, lambda a, b: a & U32(0xFFFF) | b & U32(0xFFFF0000)),
+    "s_cvt_hi_f32_f16": op("f32 u32", _high_half),
 }
-for _size, _type in (("32", U32), ("64", U64)):
-    _u, _count = "u" + _size, U32(int(_size) - 1)
+for _mine, _vector in (
+    ("mul_i32", "mul_lo_u32"), ("mul_u64", "mul_u64"), ("add_u64", "add_u64"),
+    ("brev_b32", "bfrev_b32"), ("cvt_f32_f16", "cvt_f32_f16"),
+):  # fmt: skip
+    ALU[f"s_{_mine}"] = OPS[f"v_{_vector}"]
+for _name in "mul add sub maximum minimum max min fmac fmamk fmaak".split():
+    ALU[f"s_{_name}_f32"] = OPS[f"v_{_name}_f32"]
+for _name in ("v_s_rsq_f32", "v_s_rcp_f32"):
+    ALU[_name] = OPS[_name.replace("v_s_", "v_")]
+for _size in ("32", "64"):
+    _u, _i = "u" + _size, "i" + _size
     for _name, _f in _LOGIC.items():
-        ALU[f"s_{_name}_b{_size}"] = (_u, (_u, _u), _f, _NONZERO)
-    ALU |= {
-        f"s_lshl_b{_size}": (
-            _u, (_u, "u32"), lambda a, b, c=_count, t=_type: a << (b & c).astype(t), _NONZERO,
-        ),
-        f"s_lshr_b{_size}": (
-            _u, (_u, "u32"), lambda a, b, c=_count, t=_type: a >> (b & c).astype(t), _NONZERO,
-        ),
-        f"s_not_b{_size}": (_u, (_u,), lambda a: ~a, _NONZERO),
-    }  # fmt: skip
+        ALU[f"s_{_name}_b{_size}"] = op(f"{_u} {_u} {_u}", _f, scc="nonzero")
+    for _name, _kind in ((f"lshl_b{_size}", _u), (f"lshr_b{_size}", _u), (f"ashr_i{_size}", _i)):
+        _run = shift(np.left_shift if "lshl" in _name else np.right_shift)
+        _swapped = partial(lambda f, a, n: f(n, a), _run)
+        ALU[f"s_{_name}"] = op(f"{_kind} {_kind} u32", _swapped, scc="nonzero")
+    ALU[f"s_not_b{_size}"] = op(f"{_u} {_u}", np.invert, scc="nonzero")
 for _n in (1, 2, 3, 4):
-    ALU[f"s_lshl{_n}_add_u32"] = ("u32", _U, _lshl_add(_n), _BOTH)
-_RENAMED = {
-    "s_add_co_u32": "s_add_u32",
-    "s_sub_co_u32": "s_sub_u32",
-    "s_add_co_i32": "s_add_i32",
-    "s_sub_co_i32": "s_sub_i32",
-    "s_addk_co_i32": "s_addk_i32",
-    "s_add_co_ci_u32": "s_addc_u32",
-    "s_sub_co_ci_u32": "s_subb_u32",
-    "s_add_u64": "s_add_nc_u64",
-}
-_COMPARE = {
-    "eq": np.equal,
-    "lg": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b),
-}
-
-
-def _sources(waves: Waves, i: Instruction, kinds: tuple[str, ...]) -> list[np.ndarray]:
-    operands = i.operands[1:]
-    if i.name.startswith(("s_addk", "s_mulk", "s_fmac")):
-        operands = [i.operands[0], *operands] if "k_" in i.name else [*operands, i.operands[0]]
-    return [waves.read_scalar(o, k) for o, k in zip(operands, kinds, strict=True)]
+    ALU[f"s_lshl{_n}_add_u32"] = op(_U, _lshl_add(_n), scc="computed")
 
 
 def _alu(waves: Waves, i: Instruction) -> None:
-    kind, sources, f, scc = ALU[_RENAMED.get(i.name, i.name)]
-    result = f(*_sources(waves, i, sources))
-    if scc is _BOTH:
+    known = ALU[i.plain]
+    operands = [*i.operands[1:], *i.operands[: known.old]]
+    result = known.compute(
+        *(waves.read_scalar(o, k) for o, k in zip(operands, known.sources, strict=True))
+    )
+    if known.scc == "computed":
         result, waves.scc = result
-    elif scc:
+    elif known.scc:
         waves.scc = result != 0
-    waves.write_scalar(i.operands[0], np.ascontiguousarray(result, DTYPES[kind]))
+    waves.write_scalar(i.operands[0], np.ascontiguousarray(result, DTYPES[known.result]))
 
 
 def _with_carry(waves: Waves, i: Instruction) -> None:
     a, b = (waves.read_scalar(o) for o in i.operands[1:])
-    f = _carry if "add" in i.name else _borrow
-    result, waves.scc = f(a, b, waves.scc)
+    result, waves.scc = (carry if "add" in i.name else borrow)(a, b, waves.scc)
     waves.write_scalar(i.operands[0], result)
 
 
@@ -196,8 +141,7 @@ def _copy(waves: Waves, i: Instruction) -> None:
     dst, src = i.operands
     wide = i.name.endswith("64")
     if src.kind != "s" or dst.kind != "s":
-        kind = "u64" if wide else "u32"
-        waves.write_scalar(dst, waves.read_scalar(src, kind).copy())
+        waves.write_scalar(dst, waves.read_scalar(src, "u64" if wide else "u32").copy())
         return
     for k in range(1 + wide):
         waves.s[dst.index + k] = waves.s[src.index + k]
@@ -221,8 +165,7 @@ def _saveexec(waves: Waves, i: Instruction) -> None:
 
 def _compare(waves: Waves, i: Instruction) -> None:
     operation, kind = re.fullmatch(r"s_cmpk?_(\w+)_([ui]\d+|f32)", i.name).groups()
-    a, b = (waves.read_scalar(o, kind) for o in i.operands)
-    waves.scc = _COMPARE[operation](a, b)
+    waves.scc = COMPARE[operation](*(waves.read_scalar(o, kind) for o in i.operands))
 
 
 def _bitcmp(waves: Waves, i: Instruction) -> None:
@@ -243,24 +186,15 @@ def _setreg(waves: Waves, i: Instruction) -> None:
         raise EmulationError(f"a mode this emulator does not know: {i.text}")
 
 
-def handler(name: str):
-    """The function that runs a scalar instruction, or None if no such instruction is known."""
-    if name in ("s_mov_b32", "s_mov_b64"):
-        return _copy
-    if _RENAMED.get(name, name) in ALU:
-        return _alu
-    if _RENAMED.get(name, name) in ("s_addc_u32", "s_subb_u32"):
-        return _with_carry
-    if re.fullmatch(r"s_cselect_b(32|64)", name):
-        return _cselect
-    m = re.fullmatch(r"s_(\w+)_saveexec_b(32|64)", name)
-    if m and m.group(1) in _LOGIC:
-        return _saveexec
-    m = re.fullmatch(r"s_cmpk?_(\w+)_([ui]32|[ui]64|f32)", name)
-    if m and m.group(1) in _COMPARE:
-        return _compare
-    if re.fullmatch(r"s_bitcmp[01]_b32", name):
-        return _bitcmp
-    if name == "s_setreg_imm32_b32":
-        return _setreg
-    return None
+_LOGICAL, _COMPARED = "|".join(_LOGIC), "|".join(COMPARE)
+FAMILIES = (
+    family(IGNORED, lambda waves, i: None, "*"),
+    family(r"s_mov_b(32|64)", _copy),
+    family("|".join(ALU), _alu),
+    family(r"s_(addc|subb)_u32", _with_carry),
+    family(r"s_cselect_b(32|64)", _cselect),
+    family(rf"s_({_LOGICAL})_saveexec_b(32|64)", _saveexec),
+    family(rf"s_cmpk?_({_COMPARED})_([ui](32|64)|f32)", _compare),
+    family(r"s_bitcmp[01]_b32", _bitcmp),
+    family("s_setreg_imm32_b32", _setreg),
+)

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
-from mlakit.codegen.isa.parse import EmulationError, Instruction, Operand, const_bits
+from mlakit.codegen.isa.parse import VCC, EmulationError, Instruction, Operand, const_bits
 
 SGPRS = 128
-DTYPES = {
-    "b32": np.uint32,
-    "u32": np.uint32,
-    "i32": np.int32,
-    "f32": np.float32,
-    "b64": np.uint64,
-    "u64": np.uint64,
-    "i64": np.int64,
-    "f64": np.float64,
-    "b16": np.uint16,
-    "u16": np.uint16,
-    "i16": np.int16,
-    "f16": np.float16,
-    "bf16": np.uint16,
-}
+VCC_MASK = Operand("s", VCC, 2, text="vcc")
+_LETTERS = {"b": "u", "u": "u", "i": "i", "f": "f"}
+DTYPES = {f"{k}{n}": np.dtype(f"{v}{n // 8}") for k, v in _LETTERS.items() for n in (16, 32, 64)}
+DTYPES["bf16"] = np.dtype("u2")
+"""numpy's type of an operand type: bits, unsigned, signed, float; of bf16 the bits"""
 _WAVE_AXIS = dict(s=1, v=1, s_set=1, v_set=1, exec=0, scc=0, group=0, rank=0, scratch=0)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-def width_of(kind: str) -> int:
-    """Bits of an operand type such as ``f32``."""
-    return int(kind.lstrip("buif"))
+class Family(NamedTuple):
+    """Instructions that one function runs: those whose plain name a pattern matches whole."""
+
+    pattern: re.Pattern
+    run: Callable[[Waves, Instruction], None]
+    mods: frozenset[str]
+    """the modifiers that ``run`` knows; ``*`` for any"""
+
+
+def family(pattern: str, run: Callable, mods: str = "") -> Family:
+    """A ``Family``; ``mods`` with spaces between."""
+    return Family(re.compile(pattern), run, frozenset(mods.split()))
 
 
 def pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """uint64 from two uint32 halves."""
     return low.astype(np.uint64) | (high.astype(np.uint64) << _32)
+
+
+def signed(bits: np.ndarray, op: Operand) -> np.ndarray:
+    """Unsigned ``bits`` of a float with the operand's |x| and -x applied to the sign bit."""
+    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    bits = bits & ~sign if op.absolute else bits
+    return bits ^ sign if op.neg else bits
 
 
 class Waves:
@@ -43,14 +53,14 @@ class Waves:
     ``s``: (128, W) uint32; ``v``: (registers, W, L) uint32; ``exec``: (W, L) bool; ``scc``: (W,)
     bool; ``scratch``: (W, L, bytes) uint8; ``group``: (W,) workgroup of each wave; ``rank``: (W,)
     wave number in its workgroup.
-    ``s_set`` and ``v_set`` say which registers were ever written, by wave.
+    ``s_set`` and ``v_set`` say which registers were ever written, by wave. ``memory`` and ``lds``
+    are shared by all waves of a launch.
     """
 
-    def __init__(
-        self, group: np.ndarray, rank: np.ndarray, lanes: int, vgprs: int, gfx: int, scratch=0
-    ):
+    def __init__(self, group, rank, lanes: int, vgprs: int, gfx: int, memory, lds, scratch=0):
         waves = len(group)
         self.lanes, self.gfx, self.group, self.rank = lanes, gfx, group, rank
+        self.memory, self.lds = memory, lds
         self.s = np.zeros((SGPRS, waves), np.uint32)
         self.v = np.zeros((vgprs, waves, lanes), np.uint32)
         self.s_set = np.zeros((SGPRS, waves), bool)
@@ -99,12 +109,11 @@ class Waves:
 
     def read_scalar(self, op: Operand, kind: str = "u32") -> np.ndarray:
         """(W,) value of a scalar operand, as ``kind``."""
-        wide = width_of(kind) == 64
+        wide = kind.endswith("64")
+        dtype = np.uint64 if wide else np.uint32
         if op.kind == "s":
-            last = op.index + (1 if wide else 0)
-            for i in range(op.index, last + 1):
-                if not self.s_set[i].all():
-                    raise EmulationError(f"register {op.text} is read but was never written")
+            if not self.s_set[op.index : op.index + 1 + wide].all():
+                raise EmulationError(f"register {op.text} is read but was never written")
             if not wide:
                 bits = self.s[op.index]
             elif op.count == 1 and self.lanes == 32:
@@ -112,20 +121,17 @@ class Waves:
             else:
                 bits = pair(self.s[op.index], self.s[op.index + 1])
         elif op.kind == "const":
-            dtype = np.uint64 if wide else np.uint32
             bits = np.full(len(self.scc), const_bits(op.text, kind), dtype)
         elif op.kind == "exec":
             bits = self.pack(self.exec)
             if not wide:
                 bits = (bits >> (_32 if op.index else np.uint64(0))).astype(np.uint32)
-        elif op.kind == "scc":
-            bits = self.scc.astype(np.uint64 if wide else np.uint32)
-        elif op.kind == "null":
-            bits = np.zeros(len(self.scc), np.uint64 if wide else np.uint32)
+        elif op.kind in ("scc", "null"):
+            bits = (self.scc & (op.kind == "scc")).astype(dtype)
         else:
             raise EmulationError(f"operand {op.text!r} is not a scalar this emulator knows")
-        if kind in ("f16", "u16", "i16", "b16"):
-            return bits.astype(np.uint16).view(DTYPES[kind])
+        if kind.endswith("16"):
+            bits = bits.astype(np.uint16)
         return bits.view(DTYPES[kind])
 
     def write_scalar(self, op: Operand, value: np.ndarray) -> None:
@@ -164,23 +170,19 @@ class Waves:
 
     def read(self, op: Operand, kind: str, high: int = 0) -> np.ndarray:
         """A vector operand as ``kind``, broadcastable to (W, L); ``high``: its high 16 bits."""
+        wide = "u64" if kind.endswith("64") else "u32"
         if op.kind == "v":
             bits = self.vgpr(op.index)
-            if kind[1:] == "64":
+            if wide == "u64":
                 bits = pair(bits, self.vgpr(op.index + 1))
         elif op.kind == "const":
-            dtype = np.uint64 if kind[1:] == "64" else np.uint32
-            bits = np.full((1, 1), const_bits(op.text, kind), dtype)
+            bits = np.full((1, 1), const_bits(op.text, kind), DTYPES[wide])
         else:
-            bits = self.read_scalar(op, "u64" if kind[1:] == "64" else "u32")[:, None]
-        if kind in ("f16", "u16", "i16", "b16", "bf16"):
+            bits = self.read_scalar(op, wide)[:, None]
+        if kind.endswith("16"):
             shift = np.uint32(16 if (op.half or high) else 0)
             bits = (bits >> shift).astype(np.uint16)
-        if op.absolute or op.neg:
-            sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-            bits = bits & ~sign if op.absolute else bits
-            bits = bits ^ sign if op.neg else bits
-        return bits.view(DTYPES[kind])
+        return signed(bits, op).view(DTYPES[kind])
 
     def write(self, op: Operand, value: np.ndarray, lanes: np.ndarray | None = None) -> None:
         """Write 32 or 64 bits per lane where exec (and ``lanes``, if given) allow."""
@@ -211,8 +213,3 @@ class Waves:
         elif keep:
             bits = bits | (self.v[op.index] & np.uint32(0xFFFF0000))
         self.write_vgpr(op.index, bits, lanes)
-
-
-def unknown_instruction(instruction: Instruction) -> EmulationError:
-    """The stop for an instruction that no family knows."""
-    return EmulationError(f"unknown instruction {instruction.name!r} in: {instruction.text}")
