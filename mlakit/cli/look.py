@@ -106,6 +106,7 @@ def explain(
         print(json.dumps(answer.to_json(), indent=1, default=str))
         return
     print(f"on {context.arch}, {answer.line}")
+    print(f"the rule: {answer.rule.text} ({answer.rule.source})")
     if answer.here:
         print(f"not here: {answer.here}")
     print_rows(answer.to_rows(), "every path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,17 +38,23 @@ class Ran:
     fallback: bool
 
 
+def _never(*tensors) -> bool:
+    return False
+
+
 class _Kind:
     """One kind of arguments: what runs for it, and how often it did."""
 
-    __slots__ = ("again", "call", "calls", "context", "ran", "strict", "tried")
+    __slots__ = ("asked", "call", "calls", "context", "key", "ran", "same", "strict", "tried")
 
     def __init__(self, ran: Ran, context: Context | None, strict: bool, tried=frozenset()) -> None:
         self.ran, self.context, self.strict = ran, context, strict
         self.tried = tried | {ran.path}
-        path = registry.get(ran.path)
-        self.call, self.again = path.call, path.again
+        self.call = registry.get(ran.path).call
         self.calls = 0
+        self.key = self.asked = None
+        self.same: Callable[..., bool] = _never
+        """whether tensors are of this kind; set once it has served a plain call"""
 
 
 _kinds: dict[tuple, _Kind] = {}
@@ -101,12 +108,25 @@ def qk_rmsnorm(
         return _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out)
     global _last
     try:
-        facts = checks.facts(q, q_weight, k, k_weight)
-        plain = checks.plain(q, q_weight, k, k_weight)
-        capturing = q.is_cuda and _capturing()
-        key = (facts, plain, capturing, q_eps, k_eps, path, policy, quant, strict)
-        kind = _kinds.get(key)
+        asked = (q.is_cuda and _capturing(), q_eps, k_eps, path, policy, quant, strict)
+        kind = _last
+        if (
+            kind is None
+            or kind.asked != asked
+            or not kind.same(q, q_weight, k, k_weight)
+            or not checks.unwatched()
+        ):
+            plain = checks.plain(q, q_weight, k, k_weight)
+            key = (checks.facts(q, q_weight, k, k_weight), plain, *asked)
+            kind = _kinds.get(key)
+            if kind is not None and plain:
+                kind.same = checks.same_as(q, q_weight, k, k_weight)
     except (AttributeError, IndexError, TypeError) as error:
+        if any(isinstance(n, torch.SymInt) for n in getattr(q, "shape", ())):
+            raise MisuseError(
+                f"q has the symbolic shape {tuple(q.shape)}, and a path is chosen by numbers: "
+                "trace with torch.compile, or trace torch_native's own call"
+            ) from error
         raise MisuseError(f"q, k and their weights must be tensors: {one_line(error)}") from error
     if kind is None:
         kind = _decide(
@@ -114,16 +134,13 @@ def qk_rmsnorm(
         )
     while True:
         try:
-            if out is None and plain and kind.calls and kind.again:
-                result = kind.again(q, q_weight, q_eps, k, k_weight, k_eps, facts=facts)
-            else:
-                result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
+            result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
             break
         except Exception as error:
             # what is the caller's fault demotes no path for the calls to come
             plain = registry.get(kind.ran.path).output == "none"
             checks.check(q, q_weight, q_eps, k, k_weight, k_eps, out if plain else None)
-            kind = _after_failure(key, kind, error)
+            kind = _after_failure(kind, error)
     kind.calls += 1
     _last = kind
     return result
@@ -172,11 +189,7 @@ def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
         torch.nn.functional.rms_norm(x, (x.shape[-1],), w, eps) if x.shape[-1] else x.clone()
         for x, w, eps in parts
     )
-    if out is None:
-        return pair
-    out[0].copy_(pair[0])
-    out[1].copy_(pair[1])
-    return out
+    return checks.delivered(pair, out)
 
 
 def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
@@ -242,8 +255,10 @@ def _remember(key, kind: _Kind) -> _Kind:
     if len(_kinds) >= _MOST_KINDS:
         for old in list(_kinds.values()):
             _past[old.ran] += old.calls
+            old.asked = None  # the latest would be found without a look-up, and not be counted
         _kinds.clear()
     _kinds[key] = kind
+    kind.key, kind.asked = key, key[2:]
     return kind
 
 
@@ -275,7 +290,7 @@ def _context(arch, quant, path, q, q_weight, q_eps, k, k_weight, k_eps) -> Conte
     )
 
 
-def _after_failure(key, kind: _Kind, error: Exception) -> _Kind:
+def _after_failure(kind: _Kind, error: Exception) -> _Kind:
     """Another path for a kind whose path failed on call; raises where none may replace it."""
     text = str(error).lower()
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
@@ -290,7 +305,7 @@ def _after_failure(key, kind: _Kind, error: Exception) -> _Kind:
     why = f"it failed: {one_line(error)}"
     following = _next(kind.context, kind.tried, why, kind.ran.policy, kind.strict, failed=kind.ran)
     _past[kind.ran] += kind.calls
-    return _remember(key, following)
+    return _remember(kind.key, following)
 
 
 def _next(context, tried, why, policy, strict, first=None, failed: Ran | None = None) -> _Kind:

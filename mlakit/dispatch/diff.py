@@ -11,9 +11,9 @@ from itertools import product
 from mlakit.archs import fp8_format, vendor_of
 from mlakit.context import Context
 from mlakit.dispatch.choice import Choice
-from mlakit.dispatch.engines import AITER_SPLITS_FROM_M
 from mlakit.dispatch.policies import choose
 from mlakit.errors import MisuseError
+from mlakit.paths.aiter_api import SPLITS_FROM_M
 
 _SWITCHES = (
     frozenset(),
@@ -34,7 +34,7 @@ AXES: dict[str, tuple] = {
     "prefill": (False, True),
     "capture": (False, True),
     "switches": _SWITCHES,
-    "m": (64, AITER_SPLITS_FROM_M),
+    "m": (64, SPLITS_FROM_M),
     "k_eps": (1e-6, 1e-5),
 }
 """The values that any policy tells apart; ``contexts()`` is every combination that can exist."""

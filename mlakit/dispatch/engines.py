@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from mlakit.context import Context
 from mlakit.dispatch.choice import RAISES, Choice, made, switch_on
-
-AITER_SPLITS_FROM_M = 16384
-"""Rows from which AITER's dual norm launches two kernels (its Python entry, all generations)."""
+from mlakit.paths.aiter_api import SPLITS_FROM_M
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def _fused_bf16(c: Context, a8w4: bool) -> Choice:
         also = ", copying strided inputs first" if copies else ""
         why = f"AITER_FORCE_A8W4: a Triton norm for each part in place of the kernel{also}"
         return made("triton_split", why, 2 + copies)
-    if c.m >= AITER_SPLITS_FROM_M:
-        why = f"AITER's dual norm, which launches two kernels from M = {AITER_SPLITS_FROM_M}"
+    if c.m >= SPLITS_FROM_M:
+        why = f"AITER's dual norm, which launches two kernels from M = {SPLITS_FROM_M}"
         return made("aiter_fused", why, launches=2)
     return made("aiter_fused", "AITER in use: one kernel for both norms")
 
@@ -154,8 +152,8 @@ def vllm_compile(c: Context) -> Choice:
         return made("aiter_fp8_group128", "pattern matched: q quantised by groups of 128, and kv")
     if fp8:
         return made("aiter_fp8_token", "pattern matched: q quantised per token, and kv")
-    if c.m >= AITER_SPLITS_FROM_M:
-        why = f"pattern matched; AITER launches two kernels from M = {AITER_SPLITS_FROM_M}"
+    if c.m >= SPLITS_FROM_M:
+        why = f"pattern matched; AITER launches two kernels from M = {SPLITS_FROM_M}"
         return made("aiter_fused", why, launches=2)
     return made("aiter_fused", "pattern matched: equal eps, bf16, AITER in use")
 
@@ -185,6 +183,6 @@ def atom(c: Context) -> Choice:
         path = "aiter_fp8_group128" if c.block_scale else "aiter_fp8_token"
         return made(path, "weight dtype is FP8: the unified kernel with the layer's quant type")
     if c.weight_dtype == "bf16":
-        split = 2 if c.m >= AITER_SPLITS_FROM_M else None
+        split = 2 if c.m >= SPLITS_FROM_M else None
         return made("aiter_fused", "weight dtype is BF16: the unified kernel, no quantising", split)
     return made(RAISES, f"ValueError: ATOM's fusion knows no {c.weight_dtype} weight")

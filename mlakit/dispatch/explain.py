@@ -30,8 +30,7 @@ class Explanation:
     """
 
     context: Context
-    policy: str
-    source: str
+    rule: policies.Policy
     choice: Choice
     here: str | None
     verdicts: tuple[Verdict, ...]
@@ -40,7 +39,7 @@ class Explanation:
     def line(self) -> str:
         """One line for a person."""
         launches = f"{self.choice.launches} launch{'es' if self.choice.launches != 1 else ''}"
-        return f"{self.policy}: {self.choice.path} ({launches}): {self.choice.reason}"
+        return f"{self.rule.name}: {self.choice.path} ({launches}): {self.choice.reason}"
 
     def to_rows(self) -> list[dict]:
         """One dict a path, the chosen one first: path, state, reason, launches, text."""
@@ -49,8 +48,9 @@ class Explanation:
     def to_json(self) -> dict:
         """Plain values only."""
         return {
-            "policy": self.policy,
-            "source": self.source,
+            "policy": self.rule.name,
+            "rule": self.rule.text,
+            "source": self.rule.source,
             "arch": self.context.arch,
             "path": self.choice.path,
             "reason": self.choice.reason,
@@ -68,7 +68,6 @@ def explain(context: Context, policy: str = "mlakit") -> Explanation:
         MisuseError: unknown policy, switch or requested path.
         RefusedError: the context's requested path cannot run.
     """
-    rule = policies.get(policy)
     choice = policies.choose(context, policy)
     verdicts = [_verdict(context, choice, name) for name in registry.names()]
     if choice.path in OUTSIDE:
@@ -76,7 +75,7 @@ def explain(context: Context, policy: str = "mlakit") -> Explanation:
         verdicts.append(Verdict(choice.path, "chosen", choice.reason, choice.launches, text))
     verdicts.sort(key=lambda v: ("chosen", "could run", "cannot run").index(v.state))
     here = _why_not_here(context, choice)
-    return Explanation(context, rule.name, rule.source, choice, here, tuple(verdicts))
+    return Explanation(context, policies.get(policy), choice, here, tuple(verdicts))
 
 
 def _verdict(context: Context, choice: Choice, name: str) -> Verdict:

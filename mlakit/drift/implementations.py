@@ -15,6 +15,7 @@ from mlakit.dispatch import probe
 from mlakit.drift.fingerprint import Norm, fingerprint, first_of_pair, second_of_pair
 from mlakit.errors import one_line
 from mlakit.inputs import TORCH_DTYPES
+from mlakit.models.hf import hf_norm
 from mlakit.paths import registry
 
 
@@ -66,14 +67,9 @@ def _flashinfer() -> Norm:
     return lambda x, w, eps: rmsnorm(x, w, eps)
 
 
-def _hugging_face_order(x, w, eps):
-    x32 = x.float()
-    return w * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 def _inductor(emulate: bool) -> Norm:
     options: Any = {"emulate_precision_casts": emulate}
-    compiled = torch.compile(_hugging_face_order, options=options, dynamic=True, fullgraph=True)
+    compiled = torch.compile(hf_norm, options=options, dynamic=True, fullgraph=True)
 
     def norm(x, weight, eps):
         # past its limit dynamo runs eagerly and says so in a log only: that would be another norm

@@ -21,6 +21,7 @@ from torch import nn
 
 from mlakit.errors import MisuseError, unknown
 from mlakit.paths import registry
+from mlakit.paths.torch_native import normalised32
 from mlakit.rounding import ROUNDINGS
 
 _PROJECTIONS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa")
@@ -45,15 +46,12 @@ def families() -> list[str]:
 
 def cast_then_weight(q, q_weight, q_eps, k, k_weight, k_eps):
     """Both norms in transformers' own order of operations, bit for bit; traceable."""
-    return _hf_norm(q, q_weight, q_eps), _hf_norm(k, k_weight, k_eps)
+    return hf_norm(q, q_weight, q_eps) if q.shape[-1] else q, hf_norm(k, k_weight, k_eps)
 
 
-def _hf_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if not x.shape[-1]:
-        return x
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+def hf_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """transformers' RMSNorm: rounded to x's dtype before the weight, and again after it."""
+    return weight * normalised32(x, eps).to(x.dtype)
 
 
 def _by_rounding(name: str) -> Callable:

@@ -19,11 +19,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlakit.errors import one_line
+import torch
+
+from mlakit.context import Context
+from mlakit.errors import RefusedError, one_line
 
 WANTED = "amd-aiter v0.1.12 or newer, installed as https://github.com/ROCm/aiter says"
 NAME = "fused_qk_rmsnorm"
 UNIFIED_MODULE = "aiter.ops.fused_qk_rmsnorm_group_quant"
+SPLITS_FROM_M = 16384
+"""Rows from which AITER's Python entry launches two kernels (every generation, and HEAD)."""
 PAIR_MODULE = "aiter.ops.fused_qk_norm_rope_cache_quant"
 
 _PAIR = ("q", "q_weight", "q_eps", "k", "k_weight", "k_eps")
@@ -110,6 +115,47 @@ def _parameters(folders: list[Path], module: str) -> tuple[str, ...] | None:
                 a = node.args
                 return tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
     return None
+
+
+def refusal(context: Context) -> str | None:
+    """Why none of AITER's norm kernels can run in ``context``, in one line, or None."""
+    if context.vendor != "amd":
+        return f"AITER runs on AMD cards only, not on {context.arch}"
+    if "aiter" not in context.packages:
+        return f"no usable AITER; wanted: {WANTED}"
+    if context.dtype == "fp32":
+        return "fp32 input: the kernel takes bf16 and fp16"
+    if context.layout == "inner_strided":
+        return "inner stride is not 1: the kernel assumes 1 and does not check"
+    return None
+
+
+def proven(path: str, device: torch.device, load: Callable, answers: Callable):
+    """What ``load()`` gives, after its known answers came out right on ``device``.
+
+    ``answers(loaded)``: (name, got, want) of each, float32 on the CPU. One percent is allowed:
+    bf16 cut toward zero is off by at most 2**-7, a wrong row or width by over 0.1.
+
+    Raises:
+        RefusedError: AITER does not import, or failed; or a graph is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RefusedError(f"AITER is not proven yet: call {path} once before capturing")
+    try:
+        loaded = load()
+    except ImportError as error:
+        raise RefusedError(f"{path}: {error}") from error
+    called = f"{path}: {getattr(loaded, 'signature', 'this kernel of AITER')}"
+    try:
+        found = answers(loaded)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RefusedError(f"{called} failed its test call: {one_line(error)}") from error
+    for name, got, want in found:
+        if got.shape != want.shape or not torch.allclose(got, want, rtol=1e-2, atol=0):
+            raise RefusedError(f"{called} gave a wrong known answer for {name}; not trusted")
+    return loaded
 
 
 @dataclass(frozen=True)

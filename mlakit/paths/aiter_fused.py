@@ -11,15 +11,13 @@ from functools import cache
 import torch
 
 from mlakit.context import Context
-from mlakit.errors import RefusedError, one_line
+from mlakit.errors import RefusedError
 from mlakit.paths import aiter_api
-from mlakit.paths.checks import current, prepare
+from mlakit.paths.checks import current, delivered, prepare
 from mlakit.paths.registry import Path
 
 MAX_WIDTH = 8192
 """Widest row of the kernel's launch table (csrc/kernels/fused_qk_norm.cu)."""
-SPLITS_FROM_M = 16384
-"""Rows from which AITER's Python entry launches two kernels (every generation, and HEAD)."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 # Rows 1..8 and 9..16, q = columns 0-3, k = columns 4-5, unit weights, eps 1e-6, in float64.
@@ -29,24 +27,18 @@ _KNOWN_K = ((0.905357, 1.086429), (0.962303, 1.036326))
 
 def supports(context: Context) -> str | None:
     """None if AITER's dual norm can run in ``context``, else one line that says why not."""
-    if context.vendor != "amd":
-        return f"AITER runs on AMD cards only, not on {context.arch}"
-    if "aiter" not in context.packages:
-        return f"no usable AITER; wanted: {aiter_api.WANTED}"
+    if why := aiter_api.refusal(context):
+        return why
     if context.aiter_api == "none":
         return f"this AITER has no dual norm; wanted: {aiter_api.WANTED}"
     if context.quant != "none":
         return f"delivers q unquantised, {context.quant} was asked for"
-    if context.dtype == "fp32":
-        return "fp32 input: the kernel takes bf16 and fp16"
     if context.norm_weight_dtype != context.dtype:
         return f"{context.norm_weight_dtype} norm weights with {context.dtype} input: must be equal"
     if context.q_lora_rank == 0:
         return "no q latent: there is no pair to fuse"
     if context.widest > MAX_WIDTH:
         return f"width {context.widest} > {MAX_WIDTH}"
-    if context.layout == "inner_strided":
-        return "inner stride is not 1: the kernel assumes 1 and does not check"
     return "no backward: inputs require gradients" if context.requires_grad else None
 
 
@@ -70,11 +62,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         got = api.call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out)
     if got[0] is q_out:
         return result
-    if out is None:
-        return got[0].view(result[0].shape), got[1].view(result[1].shape)
-    q_out.copy_(got[0])
-    k_out.copy_(got[1])
-    return result
+    return delivered(tuple(y.view(x.shape) for y, x in zip(got, result, strict=True)), out)
 
 
 def _unchecked(q, q_weight, k, k_weight) -> str | None:
@@ -92,31 +80,17 @@ def _unchecked(q, q_weight, k, k_weight) -> str | None:
 @cache
 def _trusted(device: torch.device) -> aiter_api.Api:
     """AITER's dual norm, after it gave the known answer on ``device``; failures are not kept."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RefusedError("AITER is not proven yet: call aiter_fused once before capturing")
-    try:
-        api = aiter_api.load()
-    except ImportError as error:
-        raise RefusedError(f"aiter_fused: {error}") from error
-    buffer = torch.arange(1, 17, device=device, dtype=torch.bfloat16).view(2, 8)
-    q, k = buffer[:, :4], buffer[:, 4:6]
-    weights = [torch.ones(n, device=device, dtype=torch.bfloat16) for n in (4, 2)]
-    outs = [torch.full_like(t, float("nan")).contiguous() for t in (q, k)]
-    try:
+
+    def answers(api):
+        buffer = torch.arange(1, 17, device=device, dtype=torch.bfloat16).view(2, 8)
+        q, k = buffer[:, :4], buffer[:, 4:6]
+        weights = [torch.ones(n, device=device, dtype=torch.bfloat16) for n in (4, 2)]
+        outs = [torch.full_like(t, float("nan")).contiguous() for t in (q, k)]
         got = api.call(q, weights[0], 1e-6, k, weights[1], 1e-6, *outs)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        text = one_line(error)
-        raise RefusedError(f"aiter_fused: {api.signature} failed its test call: {text}") from error
-    for name, values, known in zip("qk", got, (_KNOWN_Q, _KNOWN_K), strict=True):
-        want = torch.tensor(known)
-        # bf16 cut toward zero is off by at most 2^-7; a wrong row or width is off by over 0.1.
-        if not torch.allclose(values.float().cpu(), want, rtol=1e-2, atol=0):
-            raise RefusedError(
-                f"aiter_fused: {api.signature} gave a wrong known answer for {name}; not trusted"
-            )
-    return api
+        known = zip("qk", got, (_KNOWN_Q, _KNOWN_K), strict=True)
+        return [(name, y.float().cpu(), torch.tensor(want)) for name, y, want in known]
+
+    return aiter_api.proven("aiter_fused", device, aiter_api.load, answers)
 
 
 PATH = Path(
@@ -127,6 +101,6 @@ PATH = Path(
     rounding="round_once",
     launches=1,
     fused=True,
-    splits_from_m=SPLITS_FROM_M,
+    splits_from_m=aiter_api.SPLITS_FROM_M,
     truncates=True,
 )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from mlakit.context import Context
-from mlakit.errors import RefusedError, one_line
-from mlakit.paths import quantised
-from mlakit.paths.aiter_api import import_or_none
+from mlakit.errors import RefusedError
+from mlakit.paths import aiter_api, quantised
 from mlakit.paths.checks import as_rows, check, current
 from mlakit.paths.quantised import DEFAULT, QuantisedQ
 from mlakit.rounding import oracle
@@ -30,15 +29,7 @@ _FOLDERS = ("aiter.ops.triton.quant", "aiter.ops.triton")
 
 def supports(context: Context, quant: str) -> str | None:
     """None if AITER's kernel for ``quant`` can run in ``context``, else one line."""
-    if context.vendor != "amd":
-        return f"AITER runs on AMD cards only, not on {context.arch}"
-    if "aiter" not in context.packages:
-        return "no usable AITER here"
-    if context.dtype == "fp32":
-        return "fp32 input: engines call this kernel with bf16 and fp16 only"
-    if context.layout == "inner_strided":
-        return "inner stride is not 1: the kernel assumes 1 and does not check"
-    return quantised.refusal_in(context, quant)
+    return aiter_api.refusal(context) or quantised.refusal_in(context, quant)
 
 
 def call(quant: str, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
@@ -73,7 +64,7 @@ def load(quant: str, device: torch.device) -> Callable:
         ImportError: AITER does not import or lacks the kernel, or its signature is unknown.
     """
     name, module = _NAMES[quant]
-    found = [getattr(import_or_none(f"{f}.{module}"), name, None) for f in _FOLDERS]
+    found = [getattr(aiter_api.import_or_none(f"{f}.{module}"), name, None) for f in _FOLDERS]
     function = next((f for f in found if f is not None), None)
     if function is None:
         raise ImportError(f"this AITER has no {name}")
@@ -107,29 +98,18 @@ def _arguments(stem: str) -> tuple[str, ...]:
 @cache
 def _trusted(quant: str, device: torch.device) -> Callable:
     """AITER's kernel after a known answer that every scale rule and encoding gives exactly."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RefusedError(f"AITER is not proven yet: call aiter_{quant} once before capturing")
-    try:
-        kernel = load(quant, device)
-    except ImportError as error:
-        raise RefusedError(f"aiter_{quant}: {error}") from error
-    columns = torch.arange(140)
-    signs = torch.stack([1 - 2 * (columns % 2), 1 - 2 * (columns // 2 % 2)]) * 3.0
-    signs[:, 128:] = columns[128:] - 120
-    buffer = signs.to(torch.bfloat16).to(device)
-    q, k = buffer[:, :128], buffer[:, 128:132]
-    # 1.5 and 0.75 are exact in E2M1 and in FP8 whichever way the scale of amax 1.5 is rounded.
-    q_weight = torch.where(columns[:128] % 32 < 8, 1.5, 0.75)
-    weights = q_weight.to(q), torch.ones(4).to(q)
-    try:
-        values, scale, k_out = kernel(q, weights[0], 1e-6, k, weights[1], 1e-6)
-        seen = quantised.dequantise(quant, QuantisedQ(values, scale)).cpu(), k_out.float().cpu()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise RefusedError(f"aiter_{quant} failed its test call: {one_line(error)}") from error
-    want = signs[:, :128].sign() * q_weight, oracle(k.cpu(), torch.ones(4), 1e-6).float()
-    for name, got, known in zip("qk", seen, want, strict=True):
-        if got.shape != known.shape or not torch.allclose(got, known, rtol=1e-2, atol=0):
-            raise RefusedError(f"aiter_{quant} gave a wrong known answer for {name}; not trusted")
-    return kernel
+
+    def answers(kernel):
+        columns = torch.arange(140)
+        signs = torch.stack([1 - 2 * (columns % 2), 1 - 2 * (columns // 2 % 2)]) * 3.0
+        signs[:, 128:] = columns[128:] - 120
+        buffer = signs.to(torch.bfloat16).to(device)
+        q, k = buffer[:, :128], buffer[:, 128:132]
+        # 1.5 and 0.75 are exact in E2M1 and in FP8 whichever way the scale of amax 1.5 is rounded.
+        q_weight = torch.where(columns[:128] % 32 < 8, 1.5, 0.75)
+        values, scale, k_out = kernel(q, q_weight.to(q), 1e-6, k, torch.ones(4).to(q), 1e-6)
+        q_out = quantised.dequantise(quant, QuantisedQ(values, scale)).cpu()
+        want = oracle(k.cpu(), torch.ones(4), 1e-6).float()
+        return ("q", q_out, signs[:, :128].sign() * q_weight), ("k", k_out.float().cpu(), want)
+
+    return aiter_api.proven(f"aiter_{quant}", device, partial(load, quant, device), answers)

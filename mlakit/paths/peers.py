@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from mlakit.errors import RefusedError
-from mlakit.paths.checks import as_rows, check, current
+from mlakit.paths.checks import as_rows, check, current, delivered
 
 
 def pair_of(norm: Callable, package: str, install: str) -> Callable:
@@ -24,10 +24,6 @@ def pair_of(norm: Callable, package: str, install: str) -> Callable:
                 norm(as_rows(x, name), w, eps).view(x.shape) if x.numel() else x.new_empty(x.shape)
                 for name, x, w, eps in (("q", q, q_weight, q_eps), ("k", k, k_weight, k_eps))
             )
-        if out is None:
-            return results
-        for y, result in zip(out, results, strict=True):
-            y.copy_(result)
-        return out
+        return delivered(results, out)
 
     return call

@@ -8,11 +8,15 @@ from mlakit.paths.checks import check, unquantised
 from mlakit.paths.registry import Path
 
 
+def normalised32(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x`` over its RMS, in float32, before any weight; transformers and SGLang begin so."""
+    x32 = x.to(torch.float32)
+    return x32 * torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
+
+
 def norm32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm in float32, not yet rounded; operation for operation SGLang's ``forward_native``."""
-    x32 = x.to(torch.float32)
-    x32 = x32 * torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return x32 * weight
+    return normalised32(x, eps) * weight
 
 
 def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):

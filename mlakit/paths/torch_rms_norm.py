@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from mlakit.paths.checks import check, unquantised
+from mlakit.paths.checks import check, delivered, unquantised
 from mlakit.paths.registry import Path
 
 
@@ -22,12 +22,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         MisuseError: arguments that do not fit (``mlakit.paths.checks``).
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
-    results = norm(q, q_weight, q_eps), norm(k, k_weight, k_eps)
-    if out is None:
-        return results
-    for y, result in zip(out, results, strict=True):
-        y.copy_(result)
-    return out
+    return delivered((norm(q, q_weight, q_eps), norm(k, k_weight, k_eps)), out)
 
 
 PATH = Path(

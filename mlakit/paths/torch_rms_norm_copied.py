@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlakit.paths import torch_rms_norm
-from mlakit.paths.checks import unquantised
+from mlakit.paths.checks import check, unquantised
 from mlakit.paths.registry import Path
 
 
@@ -15,7 +15,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """
     # `out` is held against the originals too: the copies would hide an overlap.
     if out is not None:
-        torch_rms_norm.check(q, q_weight, q_eps, k, k_weight, k_eps, out)
+        check(q, q_weight, q_eps, k, k_weight, k_eps, out)
     return torch_rms_norm.call(
         q.contiguous(), q_weight, q_eps, k.contiguous(), k_weight, k_eps, out=out
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mlakit import inputs, rounding, shapes
 from mlakit.dispatch import call, policies, probe
@@ -247,6 +248,13 @@ def test_traced_whole_it_is_the_same_step():
     assert close(traced(*i.args), i)
     with pytest.raises(Exception, match="cpu_fused cannot be traced"):
         traced(*i.args, path="cpu_fused")
+
+
+def test_symbolic_sizes_are_refused_as_such():
+    i = inputs.make(3, W)
+    trace = make_fx(lambda q: call.qk_rmsnorm(q, *i.args[1:]), tracing_mode="symbolic")
+    with pytest.raises(MisuseError, match=r"symbolic shape \(s\d+, .*trace with torch.compile"):
+        trace(i.q)
 
 
 def test_a_choice_is_asked_for_once_a_kind(monkeypatch):
