@@ -257,19 +257,25 @@ _TRACER = torch._C._TorchDispatchModeKey.PROXY
 """``make_fx`` sees torch's operators alone"""
 
 
-def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, facts=None):
+def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """Both norms in one compiled pass; see ``mlakit.paths.registry.Path`` for the arguments.
-
-    ``facts``: such arguments have passed before, nothing is checked.
 
     Raises:
         MisuseError: arguments that do not fit (``mlakit.paths.checks``), or not on a CPU.
     """
-    q_rows, k_rows, q_out, k_out, result = prepare(
-        q, q_weight, q_eps, k, k_weight, k_eps, out, passed=facts is not None
-    )
-    if facts is None:
-        _check(q, q_weight, k_weight, k_rows, k_out)
+    q_rows, k_rows, q_out, k_out, result = prepare(q, q_weight, q_eps, k, k_weight, k_eps, out)
+    if not q.is_cpu or q_weight.dtype is not k_weight.dtype:
+        raise MisuseError(
+            f"cpu_fused got q on {q.device}, weights {q_weight.dtype} and {k_weight.dtype}: "
+            "it wants the CPU and both weights of one dtype; use torch_native"
+        )
+    if type(k_rows) not in _WITH_MEMORY or type(k_out) not in _WITH_MEMORY:
+        raise MisuseError(
+            f"cpu_fused got a {type(k_out).__name__}, which has no memory to compute on: "
+            "it cannot be traced; use torch_native"
+        )
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_TRACER) is not None:
+        raise MisuseError("cpu_fused cannot be traced, its graph would be empty; use torch_native")
     m, q_width = q_rows.shape
     k_width = k_rows.shape[1]
     if m == 0:
@@ -302,21 +308,6 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, facts=None):
     return result
 
 
-def _check(q, q_weight, k_weight, k_rows, k_out) -> None:
-    if not q.is_cpu or q_weight.dtype is not k_weight.dtype:
-        raise MisuseError(
-            f"cpu_fused got q on {q.device}, weights {q_weight.dtype} and {k_weight.dtype}: "
-            "it wants the CPU and both weights of one dtype; use torch_native"
-        )
-    if type(k_rows) not in _WITH_MEMORY or type(k_out) not in _WITH_MEMORY:
-        raise MisuseError(
-            f"cpu_fused got a {type(k_out).__name__}, which has no memory to compute on: "
-            "it cannot be traced; use torch_native"
-        )
-    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_TRACER) is not None:
-        raise MisuseError("cpu_fused cannot be traced, its graph would be empty; use torch_native")
-
-
 def supports(context: Context) -> str | None:
     """None on a CPU with Numba."""
     if context.vendor != "cpu":
@@ -330,7 +321,6 @@ PATH = Path(
     name="cpu_fused",
     text="one compiled pass over q and k on a CPU (Numba), vectorised and threaded",
     call=call,
-    again=call,
     supports=supports,
     rounding="round_once",
     launches=1,

@@ -135,18 +135,17 @@ def empty(quant: str, q: torch.Tensor, options: Options = DEFAULT) -> QuantisedQ
     return QuantisedQ(q.new_empty(shape, dtype=dtype), scale, unquantised)
 
 
-def outputs(quant, arguments, out, options, passed=False) -> tuple[QuantisedQ, torch.Tensor]:
-    """Check a call's six ``arguments``, unless such have ``passed``; give ``out``, or new tensors.
+def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
+    """Check a call's six ``arguments``; give ``out``, or new tensors where it is None.
 
     Raises:
         MisuseError: as ``checks.check``; a gradient is wanted; or one of ``out``'s tensors differs
             from what ``empty`` makes in shape, dtype, strides or device, or overlaps another.
     """
+    check(*arguments)
     q, q_weight, _, k, k_weight, _ = arguments
-    if not passed:
-        check(*arguments)
-        if derivative_wanted(q, q_weight, k, k_weight):
-            raise MisuseError("a gradient is wanted and quantising has none: use torch.no_grad()")
+    if derivative_wanted(q, q_weight, k, k_weight):
+        raise MisuseError("a gradient is wanted and quantising has none: use torch.no_grad()")
     if out is None:
         return empty(quant, q, options), k.new_empty(k.shape)
     quantised, k_out = QuantisedQ(*out[0]), out[1]

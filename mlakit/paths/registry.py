@@ -58,9 +58,6 @@ class Path:
     """a name of ``mlakit.rounding.ROUNDINGS``; see ``rounding_on``"""
     launches: int
     """kernel launches a call takes on a GPU; 1 is what fusing means"""
-    again: Callable | None = None
-    """``call`` without ``out`` for arguments that ``checks.plain`` holds of, and whose
-    ``checks.facts``, given as ``facts``, have passed a call before: nothing is checked again"""
     output: str = "none"
     """what q is delivered as: a quant of ``mlakit.context.QUANTS``"""
     fused: bool = False

@@ -10,7 +10,6 @@ PATH = Path(
     name="triton_fp8_group128",
     text="one Triton launch: both norms, and q as FP8 with a scale a 128-group",
     call=partial(fused, "fp8_group128"),
-    again=partial(fused, "fp8_group128"),
     supports=partial(refusal_in, quant="fp8_group128"),
     rounding="round_once",
     launches=1,

@@ -10,7 +10,6 @@ PATH = Path(
     name="triton_fp8_token",
     text="one Triton launch: both norms, and q as FP8 with a scale a token",
     call=partial(fused, "fp8_token"),
-    again=partial(fused, "fp8_token"),
     supports=partial(refusal_in, quant="fp8_token"),
     rounding="round_once",
     launches=1,

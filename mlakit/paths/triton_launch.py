@@ -13,6 +13,15 @@ from functools import cache
 import torch
 
 
+def _plain_empty(shape, strides, dtype):
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# torch.compile's own allocation for its generated code, on the current device: 2.3 us for the two
+# outputs, where torch.empty takes 10.0 of the 22 that a call took with it (H200's host).
+empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _plain_empty)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A compiled kernel on one device with its grid."""

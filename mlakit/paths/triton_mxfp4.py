@@ -10,7 +10,6 @@ PATH = Path(
     name="triton_mxfp4",
     text="one Triton launch: both norms, and q as MXFP4 with a scale byte a 32-group",
     call=partial(fused, "mxfp4"),
-    again=partial(fused, "mxfp4"),
     supports=partial(refusal_in, quant="mxfp4"),
     rounding="round_once",
     launches=1,
