@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 
 from mlakit.archs import check
 from mlakit.context import DTYPES, LAYOUTS, QUANTS
@@ -51,6 +52,8 @@ ACCURACY_FIGURES = (
     "bias_se rel_l2 cosine nonfinite_mismatch worst_row worst_channel"
 ).split()
 ACCURACY_COLUMNS = (*IDENTITY, "output", *ACCURACY_FIGURES, "flags", "note")
+COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
+"""by kind of measurement"""
 
 TEXT_COLUMNS = frozenset(
     "run_id cell_id started_at evidence source device device_id vendor arch arch_raw driver torch "
@@ -160,6 +163,17 @@ class Cell:
             raise MisuseError(f"no cell: {error}") from None
 
 
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def measured_now(cell: Cell) -> dict:
+    """The columns of a row that say what was measured, and when; where is not among them."""
+    about = {"schema_version": SCHEMA_VERSION, "started_at": now(), **cell.columns}
+    return about | {"evidence": "measured", "source": "this run"}
+
+
 @dataclass
 class CellResult:
     """What measuring one cell gave: rows of ``TIMING_COLUMNS`` (or accuracy) and raw samples."""
@@ -174,14 +188,14 @@ def with_figure(rows):
     return rows[(rows["status"] == "ok") & rows["p50_us"].notna()]
 
 
-def check_row(row: dict) -> dict:
-    """``row`` completed with None for absent columns, if it is legal.
+def check_row(row: dict, kind: str = "timing") -> dict:
+    """``row`` of a kind of ``COLUMNS``, completed with None for absent columns, if it is legal.
 
     Raises:
         ValueError: an unknown column, status, evidence or clock, or a timing figure where the
             status does not allow one (only ``ok`` and ``implausible`` rows have figures).
     """
-    columns = ACCURACY_COLUMNS if "share_correct" in row else TIMING_COLUMNS
+    columns = COLUMNS[kind]
     extra = set(row) - set(columns)
     if extra:
         raise ValueError(f"row has columns outside the schema: {sorted(extra)}")

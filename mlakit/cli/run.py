@@ -41,9 +41,9 @@ def sweep(
     retry: Annotated[
         list[str] | None, typer.Option(help="With --resume: statuses to redo.")
     ] = None,
-    every_device: Annotated[bool, typer.Option("--every-device", help="All GPUs.")] = False,
     dask: Annotated[
-        str, typer.Option(help="Over dask: a scheduler's address, or `local` for this machine.")
+        str,
+        typer.Option(help="All GPUs: `local`, this machine's, or a dask scheduler's address."),
     ] = "",
 ) -> int:
     """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
@@ -69,7 +69,7 @@ def sweep(
 
         done = over_dask(cells, folder, scheduler=None if dask == "local" else dask, **options)
     else:
-        done = run.run_sweep(cells, folder, every_device=every_device, **options)
+        done = run.run_sweep(cells, folder, **options)
     print_speed(done.run_dir)
     print(done)
     print(done.run_dir)

@@ -9,7 +9,7 @@ import torch
 from mlakit import archs
 from mlakit.dispatch.probe import context_for
 from mlakit.drift.ulp import Drift, compare, ulps
-from mlakit.errors import MisuseError, one_line
+from mlakit.errors import MisuseError, fault_status, one_line
 from mlakit.inputs import TORCH_DTYPES, Inputs, make
 from mlakit.paths import quantised, registry
 from mlakit.records import ACCURACY_FIGURES, Cell, CellResult, check_row
@@ -74,7 +74,7 @@ def _identity(cell: Cell, run: dict | None) -> dict:
 
 def _row(base: dict, path: str, **more) -> dict:
     empty = dict.fromkeys(ACCURACY_FIGURES) | {"seed": base["seed"]}
-    return check_row(empty | base | {"path_requested": path} | more)
+    return check_row(empty | base | {"path_requested": path} | more, "accuracy")
 
 
 def _inputs(cell: Cell, family: str, device: str) -> tuple[Inputs, torch.Tensor]:
@@ -111,8 +111,7 @@ def _path_rows(base: dict, path: registry.Path, cell: Cell, device: str) -> list
             return [_row(base, path.name, status="skipped", reason=str(error))]
         except Exception as error:
             # whatever a path raises is its row's status; the cell's other paths go on
-            lost = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            why = {"status": "oom" if lost else "failed", "reason": one_line(error)}
+            why = {"status": fault_status(error), "reason": one_line(error)}
             rows.append(_row(base, path.name, input_family=family, **why))
             continue
         rows += _output_rows(base, path, cell, given, (q_out, k_out), judged, input_family=family)
@@ -139,7 +138,7 @@ def _judge(path, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
         return common | _judge_quantised(path.output, got, x, weight, cell.eps, judged)
     got = got[judged]
     drift = compare(got, want)
-    formula = ROUNDINGS[rounding].formula(x, weight, cell.eps).to(got.dtype)
+    formula = ROUNDINGS[rounding](x, weight, cell.eps).to(got.dtype)
     off = ulps(got, formula.double()).abs()
     flags = _flags(drift)
     # each rounding of the formula may fall the other way, next to a tie
@@ -198,7 +197,7 @@ def emulated_rows(cell: Cell) -> list[dict]:
     rows = []
     for family in FAMILIES:
         given, judged = _inputs(small, family, "cpu")
-        formula, kind = ROUNDINGS[rounding].formula, TORCH_DTYPES[cell.dtype]
+        formula, kind = ROUNDINGS[rounding], TORCH_DTYPES[cell.dtype]
         q_out, k_out = (
             formula(x, weight, cell.eps).to(kind) if x.shape[-1] else x
             for x, weight in ((given.q, given.q_weight), (given.k, given.k_weight))

@@ -21,7 +21,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--out", default="runs", help="the folder that the run's folder goes into")
     p.add_argument("--resume", metavar="RUN", help="the folder of a run to go on with")
     p.add_argument("--force", action="store_true", help="resume in another environment")
-    p.add_argument("--every-device", action="store_true")
     p.add_argument("--retry", default="", help="statuses to measure again, with --resume")
     p.add_argument("--measure", default="timing", help="timing, accuracy or both")
     p.add_argument("--time-limit-s", type=float)
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     values = {n: getattr(a, n) for n in grid.DEFAULTS}
     values = {n: v.split(",") if isinstance(v, str) else v for n, v in values.items()}
-    options = {"time_limit_s": a.time_limit_s, "every_device": a.every_device}
+    options = {"time_limit_s": a.time_limit_s}
     options["progress"] = lambda *job: print(progress_line(*job), flush=True)
     try:
         if a.resume:

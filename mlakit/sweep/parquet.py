@@ -9,15 +9,8 @@ import zlib
 from pathlib import Path
 
 from mlakit.errors import MisuseError
-from mlakit.records import (
-    ACCURACY_COLUMNS,
-    INTEGER_COLUMNS,
-    SCHEMA_VERSION,
-    TEXT_COLUMNS,
-    TIMING_COLUMNS,
-)
+from mlakit.records import COLUMNS, INTEGER_COLUMNS, SCHEMA_VERSION, TEXT_COLUMNS
 
-COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
 _VERSION_KEY = b"mlakit_schema_version"
 _DIGEST_KEY = b"mlakit_crc32"
 

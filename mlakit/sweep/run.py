@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,8 +51,8 @@ class SweepSummary:
     wall_s: float = 0.0
     measuring_s: float = 0.0
     """seconds inside the measuring function, all workers together"""
-    workers: int = 0
-    """devices that were in use at the same time, at most"""
+    workers: int = 1
+    """devices that are in use at the same time, at most"""
 
     @property
     def measuring_share(self) -> float | None:
@@ -208,7 +207,6 @@ def run_sweep(
     resume: bool = True,
     force: bool = False,
     retry: Sequence[str] = (),
-    every_device: bool = False,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
     spec: dict | None = None,
@@ -224,7 +222,6 @@ def run_sweep(
         resume: go on with a run that is there; False refuses it.
         force: let a resumed run hold rows of another environment.
         retry: statuses whose cells are measured again.
-        every_device: all GPUs of an arch at once, one worker each, rather than the first alone.
         time_limit_s: the most seconds a cell may take, build and all; by default what the run
             was begun with, or ``TIME_LIMIT_S``.
         progress: called after each job.
@@ -238,23 +235,26 @@ def run_sweep(
             was measured is kept.
         KeyboardInterrupt: interrupted; the run is marked so and can be resumed.
     """
-    begun = time.perf_counter()
-    run_dir = Path(out_dir)
+    begun, run_dir = time.perf_counter(), Path(out_dir)
+    device: WarmDevice | None = None
     try:
         with open_sweep(cells, run_dir, measure, resume, spec, time_limit_s) as (run, limit_s):
             missing, summary = missing_jobs(run, retry)
             if missing:
-                worker = worker or Worker(run_dir / "worker.log")
-                env = worker.environment
-                settle_environment(run, env, force)
+                log = run_dir / "worker.log"
+                worker = worker or Worker(log)
+                device = WarmDevice("", log, worker)
+                settle_environment(run, worker.environment, force)
                 set_aside(run, missing)
                 every = FUNCTIONS | (functions or {})
-                at_work = _AtWork(run_dir, env, every, limit_s, summary, progress)
-                at_work.measure(missing, worker, every_device)
+                order = missing, device, worker.environment, every, limit_s
+                for cell, reply in _measure_here(run_dir, *order):
+                    count_in(summary, progress, cell, reply)
             return finish(run, summary, begun)
     finally:
-        if worker:
-            worker.stop()
+        for started in (worker, device):
+            if started:
+                started.stop()
 
 
 def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
@@ -270,74 +270,30 @@ def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
     return summary
 
 
-@dataclass
-class _AtWork:
-    """The devices at work on a run's missing jobs, and the summary as it grows."""
+def _measure_here(
+    run_dir: Path,
+    jobs: Iterable[Job],
+    device: WarmDevice,
+    env: dict,
+    functions: Mapping[str, str],
+    limit_s: float,
+) -> Iterator[tuple[Cell, dict]]:
+    """Measure each job on the first device of its arch: the cell, and the worker's reply.
 
-    run_dir: Path
-    env: dict
-    functions: dict[str, str]
-    limit_s: float
-    summary: SweepSummary
-    progress: Progress | None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def measure(self, jobs: list[Job], worker: Worker, every_device: bool) -> None:
-        """Arch by arch: skip what is not here, measure the rest on its first device or on all."""
-        log = self.run_dir / "worker.log"
-        spare: list[Worker] = [worker]
-        for arch in dict.fromkeys(cell.arch for _, cell in jobs):
-            waiting = [job for job in jobs if job[1].arch == arch]
-            names = devices_of(arch, self.env)
-            if not names:
-                # an absent card's time is never stated; its arithmetic may be emulated on the CPU
-                timed = [job for job in waiting if job[0] == "timing"]
-                found = ", ".join(here(self.env))
-                self._skip(timed, f"{arch} is not on this machine (here: {found})")
-                names, waiting = ["cpu"], [job for job in waiting if job[0] != "timing"]
-                if not waiting:
-                    continue
-            names = names[: len(waiting)] if every_device else names[:1]
-            devices = [WarmDevice(n, log, spare.pop() if spare else None) for n in names]
-            self.summary.workers = max(self.summary.workers, len(devices))
-            self._share_out(waiting, devices)
-
-    def _skip(self, jobs: list[Job], reason: str) -> None:
-        for kind, cell in jobs:
-            statuses = write_fault(self.run_dir, kind, cell, self.env, "skipped", reason)
-            count_in(self.summary, self.progress, cell, {"statuses": statuses})
-
-    def _share_out(self, jobs: list[Job], devices: list[WarmDevice]) -> None:
-        """Let each device take the next job until none is left."""
-        queue = iter(longest_first(jobs) if len(devices) > 1 else jobs)
-        errors: list[BaseException] = []
-
-        def work(device: WarmDevice) -> None:
-            try:
-                while not errors:
-                    with self._lock:
-                        job = next(queue, None)
-                    if job is None:
-                        return
-                    kind, cell = job
-                    reply = device.measure(
-                        self.run_dir, kind, cell, self.env, self.functions[kind], self.limit_s
-                    )
-                    with self._lock:
-                        count_in(self.summary, self.progress, cell, reply)
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                device.stop()
-
-        threads = [threading.Thread(target=work, args=(d,)) for d in devices[1:]]
-        for thread in threads:
-            thread.start()
-        work(devices[0])
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+    An absent card's time is never stated; its arithmetic may be emulated on the CPU.
+    """
+    for kind, cell in jobs:
+        names = devices_of(cell.arch, env)
+        if not names and kind == "timing":
+            reason = f"{cell.arch} is not on this machine (here: {', '.join(here(env))})"
+            statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
+            yield cell, {"statuses": statuses}
+            continue
+        name = names[0] if names else "cpu"
+        if device.name not in ("", name):
+            device.stop()  # nothing of one device is left to another's figures
+        device.name = name
+        yield cell, device.measure(run_dir, kind, cell, env, functions[kind], limit_s)
 
 
 def count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply: dict) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
 from mlakit.errors import LockedError, MisuseError, unknown
-from mlakit.records import SCHEMA_VERSION, Cell, check_row
-from mlakit.sweep.parquet import COLUMNS, migrate, read_file, replace_whole, schema, write_table
+from mlakit.records import COLUMNS, SCHEMA_VERSION, Cell, check_row, now
+from mlakit.sweep.parquet import migrate, read_file, replace_whole, schema, write_table
 
 PIN = "baseline.txt"
 """The file below a folder of runs that names the pinned one."""
@@ -30,11 +30,6 @@ FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 _RECORD = {"run_id": str, "status": str, "started_at": str} | dict.fromkeys(
     ("measure", "cells", "cell_ids"), list
 )
-
-
-def now() -> str:
-    """The time in UTC, to the second, as ISO 8601."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 # ---- parts
@@ -60,8 +55,7 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
     """
     import pyarrow as pa
 
-    columns = COLUMNS[kind]
-    checked = [{c: r.get(c) for c in columns} for r in map(check_row, rows)]
+    checked = [check_row(r, kind) for r in rows]
     if not checked:
         raise ValueError(f"cell {cell_id} gave no rows")
     table = pa.Table.from_pylist(checked, schema=schema(kind))

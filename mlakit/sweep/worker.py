@@ -25,9 +25,9 @@ from typing import Any
 
 from mlakit.archs import devices, vendor_of
 from mlakit.errors import MisuseError, fault_status, one_line
-from mlakit.records import SCHEMA_VERSION, Cell, CellResult
+from mlakit.records import Cell, CellResult, measured_now
 from mlakit.shapes import model
-from mlakit.sweep.store import is_done, now, write_part
+from mlakit.sweep.store import is_done, write_part
 from mlakit.timing import guard
 
 FUNCTIONS = {
@@ -89,16 +89,8 @@ def identity(cell: Cell, run: str, env: dict, device: str | None = None) -> dict
     if found["arch"] != cell.arch:
         found = found | dict.fromkeys(("device", "device_id", "driver"))
         found |= {"vendor": vendor_of(cell.arch), "arch": cell.arch, "arch_raw": cell.arch}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": run,
-        "started_at": now(),
-        "evidence": "measured",
-        "source": "this run",
-        **found,
-        **cell.columns,
-        "hidden_size": model(cell.model).hidden_size if cell.model else None,
-    }
+    hidden_size = model(cell.model).hidden_size if cell.model else None
+    return measured_now(cell) | found | {"run_id": run, "hidden_size": hidden_size}
 
 
 def write_fault(
@@ -116,8 +108,6 @@ def write_fault(
     """
     row = identity(cell, Path(run_dir).resolve().name, env, device)
     row |= {"path_requested": ",".join(cell.paths), "status": status, "reason": reason}
-    if kind == "accuracy":
-        row["share_correct"] = None
     write_part(run_dir, kind, cell.id, [row])
     return [status]
 
@@ -162,8 +152,6 @@ def _measure(request: dict, env: dict) -> dict:
         result: CellResult = function(cell, device=device, run=known)
         measured = time.perf_counter() - begun
         rows = [base | {k: v for k, v in row.items() if v is not None} for row in result.rows]
-        if kind == "accuracy":
-            rows = [{"share_correct": None} | row for row in rows]
         write_part(run_dir, kind, cell.id, rows, result.samples_us)
         return {"statuses": [r["status"] for r in rows], "measure_s": measured}
     except Exception as error:

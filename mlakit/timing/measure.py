@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from mlakit.archs import arch
 from mlakit.dispatch import probe
 from mlakit.errors import MisuseError
 from mlakit.paths import registry
-from mlakit.records import SCHEMA_VERSION, Cell, CellResult, check_row
+from mlakit.records import Cell, CellResult, check_row, measured_now
 from mlakit.timing import buffers, check, clock, controls, guard, sampler, sensors, stats
 from mlakit.timing.entry import Entry
 
@@ -33,8 +32,7 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
     Args:
         cell: the comparison; ``cell.arch`` must be the device's and the clock one it has.
         device: ``cpu``, ``cuda`` or ``cuda:N`` (torch's name for AMD cards as well).
-        run: columns that the caller knows better (``run_id``, ``git_sha``, ``policy`` ...), and
-            ``lock_wait_s``, seconds to wait for another timing run (600).
+        run: identity columns that the caller knows better (``run_id``, ``policy`` ...).
 
     Returns:
         One row a path, then the controls (``records.CONTROLS``); a path that cannot run, runs
@@ -45,15 +43,14 @@ def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) ->
             interprets in this process.
         LockedError: another process holds the device; it is named.
     """
-    run = dict(run or {})
     found = guard.device_of(device)
     device = f"cuda:{found.index}" if found else "cpu"
     _check_place(cell, device)
-    wait_s = run.pop("lock_wait_s", LOCK_WAIT_S)
-    identity = _identity(cell, device, run)
+    identity = measured_now(cell) | guard.environment(device)
+    identity |= {"cache_bytes": guard.cache_bytes(device)} | (run or {})
     entries = [Entry(name) for name in cell.paths]
     # Without gradients from the first call on: switching later would make compiled paths recompile.
-    with guard.device_lock(device, wait_s=wait_s), torch.no_grad():
+    with guard.device_lock(device, wait_s=LOCK_WAIT_S), torch.no_grad():
         if found:
             # Graphs of the cell before hold their outputs until collected: tens of GiB.
             gc.collect()
@@ -77,22 +74,6 @@ def _check_place(cell: Cell, device: str) -> None:
     if (cell.clock == "cpu") != (found is None):
         wanted = "cpu" if found is None else "graph, kernel or eager"
         raise MisuseError(f"clock {cell.clock!r} does not exist on {device}: use {wanted}")
-
-
-def _identity(cell: Cell, device: str, run: dict) -> dict:
-    known = guard.environment(device)
-    columns = "device device_id vendor arch arch_raw driver torch triton mlakit git_sha".split()
-    identity = {
-        "schema_version": SCHEMA_VERSION,
-        **cell.columns,
-        "started_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "evidence": "measured",
-        "source": "this run",
-        **{c: known[c] for c in columns},
-        "cache_bytes": guard.cache_bytes(device),
-    }
-    allowed = {"run_id", "source", "hidden_size", "policy", *columns}
-    return identity | {k: v for k, v in run.items() if k in allowed and v is not None}
 
 
 class _Measurement:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -35,14 +37,17 @@ def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_
     )
     killed = []
 
-    def kill_one_at_work(done, total, cell, words):
-        begun = [line.split() for line in doubles_log.read_text().splitlines()]
-        ended = {i for what, i, _ in begun if what == "end"}
-        at_work = [int(pid) for what, i, pid in begun if what == "begin" and i not in ended]
-        if done >= 3 and at_work and not killed:
-            killed.append(parent_of(at_work[0]))
-            os.kill(killed[0], signal.SIGKILL)
+    def kill_one_at_work():
+        while not killed:
+            begun = [line.split() for line in doubles_log.read_text().splitlines()]
+            ended = {i for what, i, _ in begun if what == "end"}
+            at_work = [int(pid) for what, i, pid in begun if what == "begin" and i not in ended]
+            if len(ended) >= 3 and at_work:
+                killed.append(parent_of(at_work[0]))
+                os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.02)
 
+    threading.Thread(target=kill_one_at_work, daemon=True).start()
     with spread.local_cluster(["cpu", "cpu"]) as cluster:
         with pytest.raises(MisuseError, match="kind of measurement"):
             spread.over_dask(
@@ -53,7 +58,6 @@ def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_
             tmp_path / "run",
             scheduler=cluster.scheduler_address,
             functions=SLOW,
-            progress=kill_one_at_work,
         )
         with distributed.Client(cluster, set_as_default=False) as client:
             assert not any(client.run(torch_is_loaded).values())
@@ -104,13 +108,3 @@ def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
     assert options["env"]["OMP_NUM_THREADS"] == os.environ.get(
         "OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))
     )
-
-
-def test_local_shares_the_cells_out_among_the_devices(tmp_path, doubles_log, monkeypatch):
-    monkeypatch.setattr(run, "devices_of", lambda arch, env: ["cpu", "cpu"])
-    cells = expand(batches=range(1, 9), paths=["cpu_fused"])
-    summary = run.run_sweep(cells, tmp_path / "run", every_device=True, functions=SLOW)
-    assert (summary.done, summary.workers, summary.statuses) == (8, 2, {"ok": 8})
-    ends = [line.split()[1:] for line in doubles_log.read_text().splitlines() if "end" in line]
-    assert sorted(cell_id for cell_id, _ in ends) == sorted(c.id for c in cells)
-    assert len({pid for _, pid in ends}) == 2

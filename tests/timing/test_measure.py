@@ -80,7 +80,7 @@ def _test_paths(monkeypatch, tmp_path):
 
 def rows_of(*paths, m=5, **more):
     cell = Cell("cpu", m, 48, 16, paths, qk_rope_head_dim=8, budget_s=0.2, **more)
-    result = measure.measure_cell(cell, run={"run_id": "r1", "lock_wait_s": 30})
+    result = measure.measure_cell(cell, run={"run_id": "r1"})
     return {r["path_requested"]: r for r in result.rows}, result
 
 
