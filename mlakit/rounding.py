@@ -10,8 +10,7 @@ toward zero, s is the reciprocal RMS in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -77,6 +76,8 @@ class Recipe:
     rstd: str = "float32"
     product: str = "round_once"
     offset: int = 0
+    text: str = field(default="", compare=False)
+    """one line for a person"""
 
     @property
     def name(self) -> str:
@@ -132,19 +133,10 @@ class Recipe:
         return truncate_to(normalised * w, dtype) if cut else (normalised * w).to(dtype)
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """One named order of roundings: ``formula(x, weight, eps) -> tensor of x's dtype``."""
-
-    name: str
-    text: str
-    formula: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-
-
 _ALL_BF16 = Recipe("bf16_variance", rstd="bf16_rstd", product="cast_then_weight")
 
-ROUNDINGS: dict[str, Rounding] = {
-    recipe.name: Rounding(recipe.name, text, recipe)
+ROUNDINGS: dict[str, Recipe] = {
+    recipe.name: replace(recipe, text=text)
     for recipe, text in (
         (Recipe(), "R((x*s)*w): float32 throughout, one rounding"),
         (Recipe(product="cast_then_weight"), "R(R(x*s)*w): Hugging Face, two roundings"),

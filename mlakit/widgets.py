@@ -261,7 +261,7 @@ def drift_view(one: str, other: str, family: str, dtype: str, model: str, m: int
         if kind == "path":
             got, evidence = registry.get(name).call(*given.args)[0], "measured"
         else:
-            got = ROUNDINGS[name].formula(given.q, given.q_weight, given.q_eps)
+            got = ROUNDINGS[name](given.q, given.q_weight, given.q_eps)
             evidence = "emulated"
         found = compare(got, want)
         bars += found.bars(name, evidence)

@@ -100,12 +100,12 @@ def field_case():
     state = np.random.RandomState(0)
     x = torch.from_numpy(state.randn(4096, 1536)).to(torch.bfloat16)
     w = torch.from_numpy(state.rand(1536) + 0.5).to(torch.bfloat16)
-    return x, w, ROUNDINGS["round_once"].formula(x, w, 1e-6)
+    return x, w, ROUNDINGS["round_once"](x, w, 1e-6)
 
 
 def test_hugging_face_order_differs_in_a_quarter(field_case):
     x, w, once = field_case
-    cast = ROUNDINGS["cast_then_weight"].formula(x, w, 1e-6)
+    cast = ROUNDINGS["cast_then_weight"](x, w, 1e-6)
     assert 100 * float((cast != once).double().mean()) == pytest.approx(26.0, abs=0.1)
     assert float((cast.double() - once.double()).abs().max()) == 0.03125
     assert int((cast.view(torch.int16) - once.view(torch.int16)).abs().max()) == 1
@@ -113,7 +113,7 @@ def test_hugging_face_order_differs_in_a_quarter(field_case):
 
 def test_truncation_is_one_sided(field_case):
     x, w, once = field_case
-    cut = ROUNDINGS["truncate"].formula(x, w, 1e-6)
+    cut = ROUNDINGS["truncate"](x, w, 1e-6)
     want = oracle(x, w, 1e-6)
     assert 100 * float((cut != once).double().mean()) == pytest.approx(49.9, abs=0.1)
     assert torch.allclose(cut.float(), want.float(), rtol=1e-2, atol=1e-2)
@@ -123,13 +123,13 @@ def test_truncation_is_one_sided(field_case):
 
 def test_unit_weights_hide_the_order():
     x, ones = _values(6, (64, 256)), torch.ones(256, dtype=torch.bfloat16)
-    once, cast = (ROUNDINGS[n].formula(x, ones, 1e-6) for n in ("round_once", "cast_then_weight"))
+    once, cast = (ROUNDINGS[n](x, ones, 1e-6) for n in ("round_once", "cast_then_weight"))
     assert torch.equal(once, cast)
 
 
 def test_bf16_rstd_size_of_effect():
     x, w = _values(7, (512, 1536), scale=0.7), (1 + 0.25 * _values(8, (1536,)).float()).bfloat16()
-    once = ROUNDINGS["round_once"].formula(x, w, 1e-6)
+    once = ROUNDINGS["round_once"](x, w, 1e-6)
     rounded = Recipe(rstd="bf16_rstd", product="cast_then_weight")(x, w, 1e-6)
     want = oracle(x, w, 1e-6)
     assert float((rounded != once).double().mean()) == pytest.approx(0.34, abs=0.03)
@@ -142,7 +142,7 @@ def test_cast_then_weight_is_the_hugging_face_module():
     x, w = _values(9, (33, 320)), _values(10, (320,))
     norm = modeling.LlamaRMSNorm(320, eps=1e-5)
     norm.weight.data = w
-    differ = norm(x) != ROUNDINGS["cast_then_weight"].formula(x, w, 1e-5)
+    differ = norm(x) != ROUNDINGS["cast_then_weight"](x, w, 1e-5)
     assert float(differ.double().mean()) < 1e-3
 
 
@@ -151,7 +151,7 @@ def test_all_bf16_is_torch_in_bf16():
     mean = x.pow(2).mean(-1, keepdim=True)
     plain = x * torch.rsqrt(mean + 1e-4) * w
     name = "bf16_variance+bf16_rstd+cast_then_weight"
-    same = (plain == ROUNDINGS[name].formula(x, w, 1e-4)).all(-1)
+    same = (plain == ROUNDINGS[name](x, w, 1e-4)).all(-1)
     # torch's rsqrt may be an ulp of float32 off, and of 256 mantissas a few are that near a tie
     assert float(same.double().mean()) > 0.95
 
@@ -180,13 +180,13 @@ def test_gemma_adds_one_and_approx_keeps_twelve_bits():
 
 def test_weight_dtype_rounds_to_the_weights_dtype():
     x, w32 = _values(15, (40, 256)), _values(16, (256,), torch.float32)
-    own = ROUNDINGS["weight_dtype"].formula(x, w32, 1e-6)
-    assert torch.equal(own, ROUNDINGS["round_once"].formula(x, w32, 1e-6))
+    own = ROUNDINGS["weight_dtype"](x, w32, 1e-6)
+    assert torch.equal(own, ROUNDINGS["round_once"](x, w32, 1e-6))
     w16 = w32.to(torch.bfloat16)
-    own = ROUNDINGS["weight_dtype"].formula(x, w16, 1e-6)
-    assert torch.equal(own, ROUNDINGS["cast_then_weight"].formula(x, w16, 1e-6))
+    own = ROUNDINGS["weight_dtype"](x, w16, 1e-6)
+    assert torch.equal(own, ROUNDINGS["cast_then_weight"](x, w16, 1e-6))
 
 
 def test_names_are_what_recipes_say():
     for name, rounding in ROUNDINGS.items():
-        assert rounding.formula.name == name == rounding.name
+        assert rounding.name == name

@@ -106,7 +106,7 @@ def test_without_rows_the_speed_explorer_says_how_to_get_them():
 
 def test_drift_figures_are_those_of_the_oracle():
     given = make(16, parse_hidden("DeepSeek-V3"), "bf16", family="outlier")
-    got = ROUNDINGS["truncate"].formula(given.q, given.q_weight, given.q_eps)
+    got = ROUNDINGS["truncate"](given.q, given.q_weight, given.q_eps)
     want = compare(got, oracle(given.q, given.q_weight, given.q_eps))
     ways = ("path: torch_native", "formula: truncate")
     page = widgets.drift_view(*ways, "outlier", "bf16", "DeepSeek-V3", 16)

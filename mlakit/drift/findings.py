@@ -69,7 +69,7 @@ def _row(finding, whose, pair, want, source, text="") -> dict:
 
 def _orders(x, w) -> list[dict]:
     want = oracle(x, w, 1e-6)
-    out = {name: r.formula(x, w, 1e-6) for name, r in ROUNDINGS.items()}
+    out = {name: r(x, w, 1e-6) for name, r in ROUNDINGS.items()}
 
     def pair(a, b):
         return (a, out[a]), (b, out[b])
@@ -106,7 +106,7 @@ def _eps(x, w) -> list[dict]:
         for m in models()
         if m.hf_latent_norm_eps == 1e-6 and m.serving_latent_norm_eps == 1e-5
     ]
-    once, rows = ROUNDINGS["round_once"].formula, []
+    once, rows = ROUNDINGS["round_once"], []
     for size, label in ((1.0, "RMS 0.7"), (2.0**-6, "RMS 0.011")):
         small = (x.float() * size).bfloat16()
         a, b = ("eps 1e-6", once(small, w, 1e-6)), ("eps 1e-5", once(small, w, 1e-5))
@@ -120,7 +120,7 @@ def _eps(x, w) -> list[dict]:
 def _longcat(x, w) -> list[dict]:
     """LongCat's sqrt(12) for kv: on the activations after the norm, or folded into bf16 weights."""
     factor = 12**0.5
-    once = ROUNDINGS["round_once"].formula
+    once = ROUNDINGS["round_once"]
     after = (once(x, w, 1e-5).float() * factor).bfloat16()
     folded = once(x, (w.float() * factor).bfloat16(), 1e-5)
     want = oracle(x, w, 1e-5) * factor

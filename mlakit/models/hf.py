@@ -59,7 +59,7 @@ def _by_rounding(name: str) -> Callable:
         return cast_then_weight
     if name not in ROUNDINGS:
         raise unknown("rounding", name, ROUNDINGS)
-    formula = ROUNDINGS[name].formula
+    formula = ROUNDINGS[name]
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps):
         q_out = formula(q, q_weight, q_eps) if q.shape[-1] else q

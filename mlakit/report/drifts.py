@@ -30,7 +30,7 @@ def ulp_bars(model: str, dtype: str, m: int = 64, seed: int = 0) -> pd.DataFrame
     want, bars = oracle(given.q, given.q_weight, given.q_eps), []
     for name in (*PATHS, *FORMULAS):
         if name in ROUNDINGS:
-            got = ROUNDINGS[name].formula(given.q, given.q_weight, given.q_eps)
+            got = ROUNDINGS[name](given.q, given.q_weight, given.q_eps)
         else:
             got = registry.get(name).call(*given.args)[0]
         bars += compare(got, want).bars(name, "emulated" if name in ROUNDINGS else "measured")

@@ -28,7 +28,7 @@ def fake_path(monkeypatch):
 def norm(name):
     from mlakit.rounding import ROUNDINGS
 
-    formula = ROUNDINGS[name].formula
+    formula = ROUNDINGS[name]
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         return formula(q, q_weight, q_eps), formula(k, k_weight, k_eps)

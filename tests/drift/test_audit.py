@@ -34,12 +34,12 @@ def by_name(card):
 
 
 def round_once(q, q_weight, q_eps, k, k_weight, k_eps):
-    formula = ROUNDINGS["round_once"].formula
+    formula = ROUNDINGS["round_once"]
     return formula(q, q_weight, q_eps), formula(k, k_weight, k_eps)
 
 
 def hugging_face(q, q_weight, q_eps, k, k_weight, k_eps):
-    formula = ROUNDINGS["cast_then_weight"].formula
+    formula = ROUNDINGS["cast_then_weight"]
     return formula(q, q_weight, q_eps), formula(k, k_weight, k_eps)
 
 

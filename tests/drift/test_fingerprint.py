@@ -72,8 +72,8 @@ def test_ligers_none_mode_sums_in_bf16_and_rounds_once():
 def test_pairs_are_taken_apart():
     def pair(q, q_weight, q_eps, k, k_weight, k_eps):
         return (
-            ROUNDINGS["truncate"].formula(q, q_weight, q_eps),
-            ROUNDINGS["cast_then_weight"].formula(k, k_weight, k_eps),
+            ROUNDINGS["truncate"](q, q_weight, q_eps),
+            ROUNDINGS["cast_then_weight"](k, k_weight, k_eps),
         )
 
     assert fingerprint(first_of_pair(pair)).names == {"truncate"}
@@ -85,7 +85,7 @@ def test_refused_float32_weights_leave_two_names():
     def norm(x, weight, eps):
         if weight.dtype != x.dtype:
             raise TypeError("one dtype, please")
-        return ROUNDINGS["cast_then_weight"].formula(x, weight, eps)
+        return ROUNDINGS["cast_then_weight"](x, weight, eps)
 
     found = fingerprint(norm)
     assert found.names == {"cast_then_weight", "weight_dtype"}
@@ -147,7 +147,7 @@ def test_squares_of_16_bit_floats_are_exact_in_float32():
         lambda x, w, eps: torch.zeros_like(x),
         lambda x, w, eps: x.clone(),
         lambda x, w, eps: F.layer_norm(x.float(), w.shape, w.float(), None, eps).to(x.dtype),
-        lambda x, w, eps: (ROUNDINGS["round_once"].formula(x, w, eps).float() * 1.02).to(x.dtype),
+        lambda x, w, eps: (ROUNDINGS["round_once"](x, w, eps).float() * 1.02).to(x.dtype),
     ],
 )
 def test_what_is_none_of_these_is_called_so(norm):
@@ -166,7 +166,7 @@ def test_what_raises_is_reported():
 
 def test_fp16_too():
     for name in ("round_once", "cast_then_weight", "bf16_rstd", "eps_outside"):
-        assert fingerprint(ROUNDINGS[name].formula, dtype="fp16").names == {name}
+        assert fingerprint(ROUNDINGS[name], dtype="fp16").names == {name}
 
 
 def test_every_recipe_without_approximation_names_itself():

@@ -112,7 +112,7 @@ def test_the_named_rounding_is_the_one_taken(path):
     made = inputs.make(64, WIDTHS, seed=5)
     q_out, _ = path.call(*made.args)
     same = {
-        name: (q_out == r.formula(made.q, made.q_weight, made.q_eps)).float().mean().item()
+        name: (q_out == r(made.q, made.q_weight, made.q_eps)).float().mean().item()
         for name, r in ROUNDINGS.items()
     }
     assert same.pop(path.rounding) >= 0.9999

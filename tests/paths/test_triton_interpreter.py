@@ -22,7 +22,7 @@ def bits(x):
 
 
 def once(x, weight, eps):
-    return rounding.ROUNDINGS["round_once"].formula(x, weight, eps)
+    return rounding.ROUNDINGS["round_once"](x, weight, eps)
 
 
 def ulps(x, y):
