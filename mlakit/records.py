@@ -17,16 +17,7 @@ SCHEMA_VERSION = 1
 EVIDENCE = ("measured", "recorded", "published", "modelled", "compiled", "emulated")
 CLOCKS = ("eager", "graph", "kernel", "cpu")
 CACHES = ("cold", "hot")
-STATUSES = (
-    "ok",
-    "wrong",
-    "skipped",
-    "failed",
-    "timeout",
-    "killed",
-    "oom",
-    "implausible",
-)
+STATUSES = ("ok", "wrong", "skipped", "failed", "timeout", "killed", "oom", "implausible")
 CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain", "fused_early")
 """Rows with these in ``path_ran`` are controls of their cell, never peers.
 

@@ -117,26 +117,18 @@ class GraphLane:
         picks = sorted({0, plan.calls // 2, plan.calls - 1})
         self.seen = [(slots[i], outs[i]) for i in picks]
         self.host_us: list[float] = []
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush = (
-            torch.zeros(cache_bytes // 2, dtype=torch.float32, device=ring.device)
-            if plan.flush
-            else None
-        )
+        size = cache_bytes // 2 if plan.flush else 0
+        self._flush = torch.zeros(size, dtype=torch.float32, device=ring.device)
 
     def take(self) -> float:
         """Microseconds a call. An untimed replay goes first: it keeps the device busy until the
         timed one is queued, so that no launch gap lies between the events.
         """
         self.graph.replay()
-        if self._flush is not None:
+        if self.plan.flush:
             # Reading, not writing: dirty lines would have to be written back inside the timing.
             self._flush.sum()
-        self._start.record()
-        self.graph.replay()
-        self._end.record()
-        self._end.synchronize()
-        return self._start.elapsed_time(self._end) * 1e3 / self.plan.calls
+        return event_us(self.graph.replay) / self.plan.calls
 
     def poison(self) -> None:
         """NaN into every output that is looked at."""
@@ -179,6 +171,16 @@ def tensors(out: object) -> list[torch.Tensor]:
     if isinstance(out, (tuple, list)):
         return [t for o in out for t in tensors(o)]
     return [t for t in getattr(out, "__dict__", {}).values() if isinstance(t, torch.Tensor)]
+
+
+def event_us(run: Callable[[], object]) -> float:
+    """Microseconds of device time between events recorded before and after ``run``."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 def capture(call: Callable, slots: list[Slot]) -> tuple[torch.cuda.CUDAGraph, list]:
@@ -241,29 +243,22 @@ def estimate_us(call: Callable, ring: Ring, *, device: str, graph: bool) -> floa
     if graph:
         slots = [ring.slots[i % len(ring.slots)] for i in range(GUESSED)]
         replayed, _ = capture(call, slots)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         replayed.replay()
-        start.record()
-        replayed.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / len(slots)
-    wait = torch.cuda.synchronize if device != "cpu" else _no_wait
-    lane = LoopLane(call, ring, 1, wait)
+        return event_us(replayed.replay) / len(slots)
+    lane = LoopLane(call, ring, 1, _wait_for(device))
     first = lane.take()
     lane.inner = plan_inner(first, 200.0)
     return min(lane.take() for _ in range(3))
 
 
-def _no_wait() -> None:
-    return None
+def _wait_for(device: str) -> Callable[[], None]:
+    return torch.cuda.synchronize if device != "cpu" else lambda: None
 
 
 def make_lane(
     clock: str, call: Callable, ring: Ring, *, device: str, cache_bytes: int, launches: int = 1
 ) -> LoopLane | GraphLane | KernelLane:
     """The lane of a clock, calibrated. ``call`` takes a path's arguments and ``out``."""
-    on_gpu = device != "cpu"
     if clock == "graph":
         guess = estimate_us(call, ring, device=device, graph=True)
         wanted = slots_for(ring.cell, cache_bytes)
@@ -274,5 +269,4 @@ def make_lane(
         lane.take()
         return lane
     guess = estimate_us(call, ring, device=device, graph=False)
-    wait = torch.cuda.synchronize if on_gpu else _no_wait
-    return LoopLane(call, ring, plan_inner(guess), wait)
+    return LoopLane(call, ring, plan_inner(guess), _wait_for(device))

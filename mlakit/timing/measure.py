@@ -80,9 +80,8 @@ class _Measurement:
     """The steps of one cell in order; each leaves what the next needs on ``self``."""
 
     def __init__(self, cell: Cell, device: str, identity: dict, entries: list[Entry]) -> None:
-        self.cell, self.device, self.identity = cell, device, identity
-        self.entries = entries
-        self.cache = identity["cache_bytes"]
+        self.cell, self.device, self.identity, self.entries = cell, device, identity, entries
+        self.found, self.cache = guard.device_of(device), identity["cache_bytes"]
         self.sampled = sampler.Sampled({})
         self.conditions: dict = {}
         self.copy_gbps: float | None = None
@@ -91,9 +90,11 @@ class _Measurement:
         """All rows and samples."""
         self._admit()
         if self._ready():
-            before = sensors.conditions(guard.device_of(self.device))
+            before = sensors.conditions(self.found)
             try:
-                ring = self._ring()
+                if self.found:
+                    torch.cuda.set_device(self.device)
+                ring = buffers.Ring(self.cell, self.device, self._slot_count())
             except (MisuseError, MemoryError, RuntimeError) as error:
                 for entry in self._ready():
                     entry.fail(error)
@@ -102,7 +103,10 @@ class _Measurement:
             else:
                 self._prepare(ring)
                 self._sample(before)
-                self._verify(ring)
+                if any(e.path for e in self._ready()):
+                    # Fresh inputs into the timed buffers, then every timed function once more.
+                    ring.fill(self.cell.seed + 1)
+                    self._attempt(self._check, ring)
         rows = [check_row(row) for row in self._rows()]
         return CellResult(rows, {k: v for k, v in self.sampled.samples_us.items() if v})
 
@@ -128,7 +132,7 @@ class _Measurement:
             fresh = own or path.output != "none"
             entry.call = _without_out(path.call) if fresh else path.call
             reason = path.supports(context)
-            if reason is None and not path.timed and self.device == "cpu":
+            if reason is None and not path.timed and not self.found:
                 reason = "correctness only: it runs under an interpreter here"
             if reason:
                 entry.status, entry.reason = "skipped", reason
@@ -151,7 +155,7 @@ class _Measurement:
         """Bytes the ring, one call's work and what graphs hold need, and bytes free."""
         # Eight slots for fresh outputs, float32 copies of unfused paths, the check's float64 rows.
         need = (self._slot_count() + 8) * buffers.slot_bytes(self.cell)
-        if self.device == "cpu":
+        if not self.found:
             return need, sensors.free_host_bytes()
         if self.cell.clock == "graph":
             own = sum(entry.call is not entry.path.call for entry in self._ready())
@@ -163,11 +167,6 @@ class _Measurement:
     def _slot_count(self) -> int:
         count = buffers.slots_for(self.cell, self.cache)
         return min(count, clock.MAX_NODES) if self.cell.clock == "graph" else count
-
-    def _ring(self) -> buffers.Ring:
-        if self.device != "cpu":
-            torch.cuda.set_device(self.device)
-        return buffers.Ring(self.cell, self.device, self._slot_count())
 
     def _prepare(self, ring: buffers.Ring) -> None:
         """First calls (build and compile), each timed by itself; then the lanes, the controls."""
@@ -182,25 +181,18 @@ class _Measurement:
                 entry.fail(error)
             return
         fused = [e for e in self._ready() if e.path.launched and "copy_plain" in copies]
+        self.entries += [Entry(n, call=call, config=c) for n, (c, call) in copies.items()]
         floor = controls.floor_call(self.cell.clock, self.device)
-        self.entries += [
-            *(Entry(name, call=call, config=config) for name, (config, call) in copies.items()),
-            Entry("launch_floor", call=floor),
-            *(
-                Entry(
-                    "fused_plain" if e.overlaps else "fused_early",
-                    call=e.path.launched(not e.overlaps),
-                    overlaps=not e.overlaps,
-                )
-                for e in fused[:1]
-            ),
-        ]
+        self.entries.append(Entry("launch_floor", call=floor))
+        for entry in fused[:1]:
+            name, early = "fused_plain" if entry.overlaps else "fused_early", not entry.overlaps
+            self.entries.append(Entry(name, call=entry.path.launched(early), overlaps=early))
         self._attempt(self._make_lane, ring)
 
     def _first_call(self, entry: Entry, slot: buffers.Slot) -> None:
         start = time.perf_counter()
         entry.call(*slot.args)
-        if self.device != "cpu":
+        if self.found:
             torch.cuda.synchronize()
         entry.first_call_s = time.perf_counter() - start
 
@@ -227,17 +219,10 @@ class _Measurement:
             peers=[e.name for e in peers],
             baselines=[e.name for e in peers if not e.path.fused],
         )
-        found = guard.device_of(self.device)
-        after = sensors.conditions(found)
-        self.conditions = {
-            "clocks_before": before["clocks"],
-            "clocks_after": after["clocks"],
-            "temp_c": after["temp_c"],
-            "power_w": after["power_w"],
-            "throttle": after["throttle"],
-            "cpu_load": load.read(),
-        }
-        foreign = sensors.foreign_processes(found) or 0
+        after = sensors.conditions(self.found)
+        self.conditions = {"clocks_before": before["clocks"], "clocks_after": after.pop("clocks")}
+        self.conditions |= after | {"cpu_load": load.read()}
+        foreign = sensors.foreign_processes(self.found) or 0
         for entry in self._ready():
             if entry.name in self.sampled.errors:
                 entry.fail(self.sampled.errors[entry.name])
@@ -247,12 +232,6 @@ class _Measurement:
                 entry.flags.append("busy-host")
             if not self.sampled.converged:
                 entry.flags.append("budget-ended")
-
-    def _verify(self, ring: buffers.Ring) -> None:
-        """Fresh inputs into the timed buffers, then every timed function once more."""
-        if any(e.path for e in self._ready()):
-            ring.fill(self.cell.seed + 1)
-            self._attempt(self._check, ring)
 
     def _check(self, entry: Entry, ring: buffers.Ring) -> None:
         why = check.wrong_output(entry.lane, entry.path, ring) if entry.path else None
@@ -305,7 +284,7 @@ class _Measurement:
                 continue
             if self.sampled.recompiles.get(entry.name):
                 entry.flags.append("recompile")
-            entry.flag(samples, floor_us, on_gpu=self.device != "cpu")
+            entry.flag(samples, floor_us, on_gpu=self.found is not None)
             if entry.path and self.copy_gbps:
                 entry.flag_bandwidth(self._bytes(entry), samples, self.copy_gbps, self.cell)
 
@@ -313,15 +292,9 @@ class _Measurement:
         """The fastest unfused path that delivers the same, of those with a sound figure."""
         if entry.path is None:
             return None
-        sound = [
-            e.name
-            for e in self._ready()
-            if e.path
-            and not e.path.fused
-            and e.path.output == entry.path.output
-            and "below-floor" not in e.flags
-        ]
-        return self.sampled.fastest(sound)
+        unfused = [e for e in self._ready() if e.path and not e.path.fused]
+        alike = [e for e in unfused if e.path.output == entry.path.output]
+        return self.sampled.fastest([e.name for e in alike if "below-floor" not in e.flags])
 
     def _figures(self, entry: Entry, copy_us: float | None) -> dict:
         """``copy_us``: of the copy that is launched as the entry is, early or not."""
@@ -329,9 +302,8 @@ class _Measurement:
         row: dict[str, Any] = {"n": len(samples), **stats.summary(samples)}
         base = self._baseline(entry)
         if base is not None:
-            ratio = stats.paired_ratio(self.sampled.samples_us[base], samples)
-            row |= {"ratio_to": base, "ratio": ratio.value}
-            row |= {"ratio_lo": ratio.lo, "ratio_hi": ratio.hi}
+            r = stats.paired_ratio(self.sampled.samples_us[base], samples)
+            row |= {"ratio_to": base, "ratio": r.value, "ratio_lo": r.lo, "ratio_hi": r.hi}
         if self.cell.clock == "eager":
             row["host_us"] = float(np.median(entry.lane.host_us))
         moved = self._bytes(entry)

@@ -218,6 +218,7 @@ def test_outputs_that_graphs_hold_are_reckoned_on_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 30, 140 << 30))
     monkeypatch.setattr(measure.probe, "context_for", lambda cell, device: Context(arch="sm_90"))
     entries = [measure.Entry(name) for name in cell.paths]
+    monkeypatch.setattr(guard, "device_of", lambda device: device)
     measuring = measure._Measurement(cell, "cuda:0", {"cache_bytes": 50 << 20}, entries)
     measuring._admit()
     outputs = cell.m * 2048 * 2
