@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from mlakit.context import Context
-from mlakit.paths.checks import kernel_limits
-from mlakit.paths.peers import pair_of
-from mlakit.paths.registry import Path
+from mlakit.paths.peers import peer
 
 
 def norm(x, weight, eps):
@@ -15,23 +13,16 @@ def norm(x, weight, eps):
     return rmsnorm(x, weight, eps)
 
 
-def supports(context: Context) -> str | None:
-    """None if it can run, else why not in a line; a hypothetical context has the package."""
-    if "flashinfer" not in context.packages:
-        return "flashinfer is not installed: pip install flashinfer-python"
+def _limits(context: Context) -> str | None:
     if context.vendor != "nvidia":
         return f"FlashInfer is for NVIDIA cards, not {context.arch}"
     if context.dtype == "fp32" or context.norm_weight_dtype != context.dtype:
         return "FlashInfer's norm takes bf16 or fp16, and weights of the same dtype"
-    return kernel_limits(context)
+    return None
 
 
-PATH = Path(
-    name="flashinfer_rms_norm",
-    text="two FlashInfer RMSNorm launches on the split views",
-    call=pair_of(norm, "flashinfer", "flashinfer-python"),
-    supports=supports,
-    rounding="round_once",
-    launches=2,
-    makes_outputs=True,
-)
+PATH = peer(
+    "flashinfer_rms_norm",
+    "two FlashInfer RMSNorm launches on the split views",
+    norm, "flashinfer", "flashinfer-python", _limits,
+)  # fmt: skip

@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from mlakit.context import Context
 from mlakit.errors import RefusedError
-from mlakit.paths.checks import as_rows, check, current, delivered
+from mlakit.paths.checks import as_rows, check, current, delivered, kernel_limits
+from mlakit.paths.registry import Path
 
 
-def pair_of(norm: Callable, package: str, install: str) -> Callable:
-    """A path's ``call`` that runs ``norm(x, weight, eps) -> y`` on q and on k, as they lie.
+def peer(
+    name: str, text: str, norm: Callable, package: str, install: str, limits: Callable,
+    rounding: str = "round_once",
+) -> Path:  # fmt: skip
+    """A path that runs ``norm(x, weight, eps) -> y`` on q and on k, as they lie.
 
-    The norm takes no output: with ``out`` its results are copied there.
+    Args:
+        name: of the path.
+        text: one line for a person.
+        norm: it takes no output: with ``out`` its results are copied there.
+        package: what it imports; a hypothetical context has it.
+        install: what pip calls that.
+        limits: of a context: why the norm cannot run there, in one line, or None.
+        rounding: a name of ``mlakit.rounding.ROUNDINGS``.
     """
+    absent = f"{package} is not installed: pip install {install}"
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         if find_spec(package) is None:
-            raise RefusedError(f"{package} is not installed: pip install {install}")
+            raise RefusedError(absent)
         check(q, q_weight, q_eps, k, k_weight, k_eps, out)
         with current(q.device):
             results = tuple(
@@ -26,4 +39,9 @@ def pair_of(norm: Callable, package: str, install: str) -> Callable:
             )
         return delivered(results, out)
 
-    return call
+    def supports(context: Context) -> str | None:
+        if package not in context.packages:
+            return absent
+        return limits(context) or kernel_limits(context)
+
+    return Path(name, text, call, supports, rounding, launches=2, makes_outputs=True)

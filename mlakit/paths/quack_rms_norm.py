@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from mlakit import archs
 from mlakit.context import Context
-from mlakit.paths.checks import kernel_limits
-from mlakit.paths.peers import pair_of
-from mlakit.paths.registry import Path
+from mlakit.paths.peers import peer
 
 
 def norm(x, weight, eps):
@@ -16,21 +14,14 @@ def norm(x, weight, eps):
     return rmsnorm_fwd(x, weight, eps=eps)[0]
 
 
-def supports(context: Context) -> str | None:
-    """None if it can run, else why not in a line; a hypothetical context has the package."""
-    if "quack" not in context.packages:
-        return "quack is not installed: pip install quack-kernels"
-    if not archs.from_sm_90(context.arch):
-        return f"QuACK is for NVIDIA cards from sm_90 on, not {context.arch}"
-    return kernel_limits(context)
+def _limits(context: Context) -> str | None:
+    if archs.from_sm_90(context.arch):
+        return None
+    return f"QuACK is for NVIDIA cards from sm_90 on, not {context.arch}"
 
 
-PATH = Path(
-    name="quack_rms_norm",
-    text="two QuACK RMSNorm launches on the split views",
-    call=pair_of(norm, "quack", "quack-kernels"),
-    supports=supports,
-    rounding="round_once",
-    launches=2,
-    makes_outputs=True,
-)
+PATH = peer(
+    "quack_rms_norm",
+    "two QuACK RMSNorm launches on the split views",
+    norm, "quack", "quack-kernels", _limits,
+)  # fmt: skip

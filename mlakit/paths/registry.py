@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mlakit import archs
 from mlakit.context import Context
@@ -58,6 +58,10 @@ class Path:
     """a name of ``mlakit.rounding.ROUNDINGS``; see ``rounding_on``"""
     launches: int
     """kernel launches a call takes on a GPU; 1 is what fusing means"""
+    again: Callable | None = None
+    """``again(q, q_weight, k, k_weight)``: a function of ``call``'s six arguments that serves
+    further calls of that kind (``checks.same_as``) unchecked, and gives None for one that it finds
+    to be of another; or None, where the latest call was of another kind"""
     output: str = "none"
     """what q is delivered as: a quant of ``mlakit.context.QUANTS``"""
     fused: bool = False
@@ -81,6 +85,13 @@ class Path:
         cuts = self.truncates and archs.vendor_of(arch) == "amd"
         software = cuts and archs.arch(arch).bf16_convert == "software"
         return "truncate" if software and dtype == "bf16" else self.rounding
+
+
+def quantising(name: str, text: str, call: Callable, supports: Callable, **more) -> Path:
+    """The path ``<kind>_<quant>``, of functions that take a quant: ``call`` first, else by name."""
+    quant = name.partition("_")[2]
+    given = partial(call, quant), partial(supports, quant=quant)
+    return Path(name, text, *given, "round_once", output=quant, **more)
 
 
 @cache

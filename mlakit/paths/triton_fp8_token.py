@@ -2,19 +2,12 @@
 
 from functools import partial
 
-from mlakit.paths.registry import Path
+from mlakit.paths.registry import quantising
 from mlakit.paths.triton_quant import fused, refusal_in
 from mlakit.paths.triton_quant_config import knobs
 
-PATH = Path(
-    name="triton_fp8_token",
-    text="one Triton launch: both norms, and q as FP8 with a scale a token",
-    call=partial(fused, "fp8_token"),
-    supports=partial(refusal_in, quant="fp8_token"),
-    rounding="round_once",
-    launches=1,
-    timed=False,
-    output="fp8_token",
-    fused=True,
-    knobs=partial(knobs, "fp8_token"),
-)
+PATH = quantising(
+    "triton_fp8_token",
+    "one Triton launch: both norms, and q as FP8 with a scale a token",
+    fused, refusal_in, launches=1, timed=False, fused=True, knobs=partial(knobs, "fp8_token"),
+)  # fmt: skip

@@ -1,19 +1,11 @@
 """The best unfused pair: one launch for both norms, one that quantises the rounded q."""
 
-from functools import partial
-
-from mlakit.paths.registry import Path
+from mlakit.paths.registry import quantising
 from mlakit.paths.triton_fused import knobs
 from mlakit.paths.triton_quant import refusal_in, unfused
 
-PATH = Path(
-    name="unfused_fp8_token",
-    text="two Triton launches: both norms, then q as FP8 with a scale a token",
-    call=partial(unfused, "fp8_token"),
-    supports=partial(refusal_in, quant="fp8_token"),
-    rounding="round_once",
-    launches=2,
-    timed=False,
-    output="fp8_token",
-    knobs=knobs,
-)
+PATH = quantising(
+    "unfused_fp8_token",
+    "two Triton launches: both norms, then q as FP8 with a scale a token",
+    unfused, refusal_in, launches=2, timed=False, knobs=knobs,
+)  # fmt: skip
