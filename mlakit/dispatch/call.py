@@ -45,16 +45,32 @@ def _never(*tensors) -> bool:
 class _Kind:
     """One kind of arguments: what runs for it, and how often it did."""
 
-    __slots__ = ("asked", "call", "calls", "context", "key", "ran", "same", "strict", "tried")
+    __slots__ = (
+        "again",
+        "asked",
+        "call",
+        "calls",
+        "context",
+        "key",
+        "ran",
+        "same",
+        "strict",
+        "tried",
+    )
 
     def __init__(self, ran: Ran, context: Context | None, strict: bool, tried=frozenset()) -> None:
         self.ran, self.context, self.strict = ran, context, strict
         self.tried = tried | {ran.path}
         self.call = registry.get(ran.path).call
         self.calls = 0
-        self.key = self.asked = None
+        self.key = self.asked = self.again = None
         self.same: Callable[..., bool] = _never
-        """whether tensors are of this kind; set once it has served a plain call"""
+
+    def expect(self, q, q_weight, k, k_weight) -> None:
+        """Be found at once, and launched unchecked, by the next plain call like this one."""
+        self.same = checks.same_as(q, q_weight, k, k_weight)
+        path = registry.get(self.ran.path)
+        self.again = path.again(q, q_weight, k, k_weight) if path.again else None
 
 
 _kinds: dict[tuple, _Kind] = {}
@@ -110,17 +126,18 @@ def qk_rmsnorm(
     try:
         asked = (q.is_cuda and _capturing(), q_eps, k_eps, path, policy, quant, strict)
         kind = _last
-        if (
-            kind is None
-            or kind.asked != asked
-            or not kind.same(q, q_weight, k, k_weight)
-            or not checks.unwatched()
-        ):
+        known = (
+            kind is not None
+            and kind.asked == asked
+            and kind.same(q, q_weight, k, k_weight)
+            and checks.unwatched()
+        )
+        if not known:
             plain = checks.plain(q, q_weight, k, k_weight)
             key = (checks.facts(q, q_weight, k, k_weight), plain, *asked)
             kind = _kinds.get(key)
             if kind is not None and plain:
-                kind.same = checks.same_as(q, q_weight, k, k_weight)
+                kind.expect(q, q_weight, k, k_weight)
     except (AttributeError, IndexError, TypeError) as error:
         if any(isinstance(n, torch.SymInt) for n in getattr(q, "shape", ())):
             raise MisuseError(
@@ -134,7 +151,11 @@ def qk_rmsnorm(
         )
     while True:
         try:
-            result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
+            result = None
+            if known and out is None and kind.again is not None:
+                result = kind.again(q, q_weight, q_eps, k, k_weight, k_eps)
+            if result is None:
+                result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
             break
         except Exception as error:
             # what is the caller's fault demotes no path for the calls to come

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -236,6 +236,14 @@ def fused(
             tuple((tuple(t.shape), t.stride(), t.dtype) for t in made if t is not None),
         )  # fmt: skip
     return result
+
+
+def again(quant: str, q, q_weight, k, k_weight) -> Callable | None:
+    """See ``registry.Path.again``."""
+    ready = _latest.get(quant)
+    if ready is None or ready.options != DEFAULT or not ready.same(q, q_weight, k, k_weight):
+        return None
+    return partial(_again, ready)
 
 
 def _again(ready: _Ready, q, q_weight, q_eps, k, k_weight, k_eps):

@@ -370,3 +370,29 @@ def test_what_passed_once_is_not_checked_again_and_all_else_is(spoil, message):
             got = call.qk_rmsnorm(*bad)
         assert close([x.detach() for x in got], i)
         assert got[0].requires_grad == bad[0].requires_grad
+
+
+def test_a_path_serves_like_calls_by_its_shortcut_alone(monkeypatch):
+    real, taken = registry.get, []
+
+    def again(*kind):
+        def shortcut(*args):
+            taken.append(args[0].shape[0])
+            return None if args[0][0, 0] == 7 else path.call(*args)
+
+        return shortcut
+
+    path = replace(real("cpu_fused"), again=again)
+    monkeypatch.setattr(registry, "get", lambda name: path if name == "cpu_fused" else real(name))
+    i, other = inputs.make(5, W), inputs.make(6, W)
+    for _ in range(3):
+        assert close(call.qk_rmsnorm(*i.args), i)
+    assert taken == [5]  # the first is decided, the second looked up
+    assert close(call.qk_rmsnorm(*other.args), other)
+    i.q[0, 0] = 7
+    for _ in range(2):
+        assert close(call.qk_rmsnorm(*i.args), i)
+    out = torch.zeros_like(i.q), torch.zeros_like(i.k)
+    call.qk_rmsnorm(*i.args, out=out)
+    assert taken == [5, 5]
+    assert sum(call.counts().values()) == 7
