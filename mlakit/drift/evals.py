@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
 
 from mlakit.errors import MisuseError, one_line, unknown
@@ -18,6 +19,9 @@ NO_BASELINE = "no baseline, no verdict"
 NO_SAMPLES = "no samples, no verdict"
 
 Z_REAL, Z_INCONCLUSIVE = 1.96, 1.0
+_NORMAL = NormalDist()
+_DETECTED = Z_REAL + _NORMAL.inv_cdf(0.8)
+"""standard errors that a true difference needs, to be called real in 80 % of tries"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,24 @@ def verdict_of(z: float) -> str:
     return REAL if size >= Z_REAL else INCONCLUSIVE if size >= Z_INCONCLUSIVE else NO_EVIDENCE
 
 
+def z_of(p: float, sign: float = 1.0) -> float:
+    """The z whose two-sided p this is, with the sign of ``sign``."""
+    return math.copysign(_NORMAL.inv_cdf(max(p, 1e-300) / 2), sign)
+
+
 def detectable(accuracy: float, n: float) -> float:
     """The smallest difference near ``accuracy`` that two runs of n questions call real.
 
     ``(1.96 + 0.84) * sqrt(2 p (1 - p) / n)``, with 80 % power: 0.028 near 0.93 for n = 1319.
     """
-    from scipy.stats import norm
+    return _DETECTED * math.sqrt(2 * accuracy * (1 - accuracy) / n)
 
-    return (Z_REAL + float(norm.ppf(0.8))) * math.sqrt(2 * accuracy * (1 - accuracy) / n)
+
+def _judged(z: float, p: float, text: str, **figures: Any) -> Judgement:
+    """The verdict of z, said before ``text``, and the power to see a true one of that size."""
+    verdict, size = verdict_of(z), abs(z)
+    power = _NORMAL.cdf(size - Z_REAL) + _NORMAL.cdf(-Z_REAL - size)
+    return Judgement(verdict, f"{verdict}: {text}", z=z, p=p, power=power, **figures)
 
 
 def significance(
@@ -117,40 +131,22 @@ def _score(value: float | int | str | Path, n: int | None) -> tuple[float, int]:
 
 
 def _two_proportions(p_a: float, n_a: int, p_b: float, n_b: int) -> Judgement:
-    from scipy.stats import norm
-
     pooled = (p_a * n_a + p_b * n_b) / (n_a + n_b)
     spread = math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
     difference = p_b - p_a
     z = difference / spread if spread else 0.0
-    p = 2 * float(norm.sf(abs(z)))
-    own = math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
-    half = Z_REAL * own
-    power = float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z)))
-    n_each = 2 / (1 / n_a + 1 / n_b)
-    smallest = detectable(pooled, n_each)
-    verdict = verdict_of(z)
-    text = (
-        f"{verdict}: {p_a:.4g} to {p_b:.4g} with n = {n_a}"
-        + (f" and {n_b}" if n_b != n_a else "")
-        + f" is z = {z:+.2f}, p = {p:.2g}; the smallest change these n show is "
-        f"{100 * smallest:.1f} points"
-    )
-    return Judgement(
-        verdict,
-        text,
-        a=p_a,
-        b=p_b,
-        n_a=n_a,
-        n_b=n_b,
-        difference=difference,
-        interval=(difference - half, difference + half),
-        z=z,
-        p=p,
-        power=power,
-        smallest_detectable=smallest,
+    p = math.erfc(abs(z) / math.sqrt(2))
+    half = Z_REAL * math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
+    smallest = detectable(pooled, 2 / (1 / n_a + 1 / n_b))
+    both = f"{n_a}" if n_b == n_a else f"{n_a} and {n_b}"
+    return _judged(
+        z, p,
+        f"{p_a:.4g} to {p_b:.4g} with n = {both} is z = {z:+.2f}, p = {p:.2g}; the smallest change "
+        f"these n show is {100 * smallest:.1f} points",
+        a=p_a, b=p_b, n_a=n_a, n_b=n_b, difference=difference,
+        interval=(difference - half, difference + half), smallest_detectable=smallest,
         test="two proportions, pooled, unpaired",
-    )
+    )  # fmt: skip
 
 
 def paired(a: Mapping[Any, bool], b: Mapping[Any, bool]) -> Judgement:
@@ -159,7 +155,7 @@ def paired(a: Mapping[Any, bool], b: Mapping[Any, bool]) -> Judgement:
     Raises:
         MisuseError: the questions differ.
     """
-    from scipy.stats import binomtest, norm
+    from scipy.stats import binomtest
 
     if set(a) != set(b):
         only = sorted(set(a) ^ set(b))
@@ -172,34 +168,18 @@ def paired(a: Mapping[Any, bool], b: Mapping[Any, bool]) -> Judgement:
     won = sum(b[k] and not a[k] for k in a)
     flips = lost + won
     p = float(binomtest(won, flips, 0.5).pvalue) if flips else 1.0
-    z = math.copysign(float(norm.isf(p / 2)), won - lost) if won != lost else 0.0
-    difference = (won - lost) / n
-    error = math.sqrt(max(flips - (won - lost) ** 2 / n, 0.0)) / n
-    power = float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z)))
-    smallest = (Z_REAL + float(norm.ppf(0.8))) * math.sqrt(max(flips, 1)) / n
-    verdict = verdict_of(z)
-    text = (
-        f"{verdict}: of {n} questions {lost} were lost and {won} won, exact McNemar p = {p:.2g} "
+    z, difference = z_of(p, won - lost), (won - lost) / n
+    half = Z_REAL * math.sqrt(max(flips - (won - lost) ** 2 / n, 0.0)) / n
+    smallest = _DETECTED * math.sqrt(max(flips, 1)) / n
+    return _judged(
+        z, p,
+        f"of {n} questions {lost} were lost and {won} won, exact McNemar p = {p:.2g} "
         f"(z = {z:+.2f}); with this many flips the smallest change shown is "
-        f"{100 * smallest:.1f} points"
-    )
-    return Judgement(
-        verdict,
-        text,
-        a=sum(a.values()) / n,
-        b=sum(b.values()) / n,
-        n_a=n,
-        n_b=n,
-        difference=difference,
-        interval=(difference - Z_REAL * error, difference + Z_REAL * error),
-        z=z,
-        p=p,
-        power=power,
-        smallest_detectable=smallest,
-        paired=True,
-        flips=(lost, won),
-        test="exact McNemar, paired",
-    )
+        f"{100 * smallest:.1f} points",
+        a=sum(a.values()) / n, b=sum(b.values()) / n, n_a=n, n_b=n, difference=difference,
+        interval=(difference - half, difference + half), smallest_detectable=smallest,
+        paired=True, flips=(lost, won), test="exact McNemar, paired",
+    )  # fmt: skip
 
 
 _ID_NAMES = ("id", "question_id", "doc_id", "question", "index")
@@ -325,46 +305,26 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
     if min(a_all + b_all) <= 0:
         raise MisuseError("a throughput of 0 or less: give figures above 0")
     logs_a, logs_b = ([math.log(v) for v in values] for values in (a_all, b_all))
-    mean_a, mean_b = sum(logs_a) / len(logs_a), sum(logs_b) / len(logs_b)
+    mean_a, mean_b = fmean(logs_a), fmean(logs_b)
     change = math.expm1(mean_b - mean_a)
-    known: dict[str, Any] = {
-        "a": math.exp(mean_a),
-        "b": math.exp(mean_b),
-        "n_a": len(a_all),
-        "n_b": len(b_all),
-        "difference": change,
-    }
+    known: dict[str, Any] = dict(
+        a=math.exp(mean_a), b=math.exp(mean_b), n_a=len(a_all), n_b=len(b_all), difference=change
+    )
     if min(len(a_all), len(b_all)) < 2:
         text = (
             f"{known['a']:.4g} to {known['b']:.4g} is {change:+.2%}, but one figure a side has no "
             "spread: whether it is chance can't be said; give the samples of both runs"
         )
         return Judgement(NO_SAMPLES, text, **known)
-    return _welch(logs_a, logs_b, known)
-
-
-def _welch(logs_a: list[float], logs_b: list[float], known: dict[str, Any]) -> Judgement:
-    from scipy.stats import norm, ttest_ind
+    from scipy.stats import ttest_ind
 
     result = ttest_ind(logs_b, logs_a, equal_var=False)
-    low, high = result.confidence_interval(0.95)
+    low, high = (math.expm1(v) for v in result.confidence_interval(0.95))
     p = float(result.pvalue)
     if math.isnan(p):
         text = "no sample differs from the others of its side; samples of a clock do"
         return Judgement(NO_SAMPLES, text, **known)
-    z = math.copysign(float(norm.isf(max(p, 1e-300) / 2)), float(result.statistic))
-    verdict = verdict_of(z)
-    text = (
-        f"{verdict}: {known['difference']:+.2%} (95 % interval {math.expm1(low):+.2%} to "
-        f"{math.expm1(high):+.2%}), z = {z:+.2f}, p = {p:.2g}"
-    )
-    return Judgement(
-        verdict,
-        text,
-        **known,
-        interval=(math.expm1(low), math.expm1(high)),
-        z=z,
-        p=p,
-        power=float(norm.sf(Z_REAL - abs(z)) + norm.cdf(-Z_REAL - abs(z))),
-        test="Welch on log throughput, unpaired",
-    )
+    z = z_of(p, float(result.statistic))
+    text = f"{change:+.2%} (95 % interval {low:+.2%} to {high:+.2%}), z = {z:+.2f}, p = {p:.2g}"
+    test = "Welch on log throughput, unpaired"
+    return _judged(z, p, text, **known, interval=(low, high), test=test)

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from mlakit.dispatch import probe
-from mlakit.drift.evals import paired, verdict_of
+from mlakit.drift.evals import paired, verdict_of, z_of
 from mlakit.errors import unknown
 from mlakit.models import mla, small
 from mlakit.models.hf import step_of
@@ -90,8 +90,6 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
     Raises:
         MisuseError: a name that is no side on this device.
     """
-    from scipy.stats import norm
-
     known = sides(device)
     for name in names or ():
         if name not in known:
@@ -110,5 +108,5 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
     frame = pd.DataFrame(rows, columns=COLUMNS)
     tried = frame["side"] != BASELINE
     frame.loc[tried, "p_holm"] = stats.holm(frame.loc[tried, "p"])
-    frame["verdict"] = [verdict_of(float(norm.isf(p / 2))) for p in frame["p_holm"]]
+    frame["verdict"] = [verdict_of(z_of(float(p))) for p in frame["p_holm"]]
     return frame
