@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlakit import archs
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_of
 
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTS = ("none", "fp8_group128", "fp8_token", "mxfp4")
@@ -67,8 +67,7 @@ class Context:
             ("layout", self.layout, LAYOUTS),
             ("aiter_api", self.aiter_api, ("", *AITER_APIS)),
         ):
-            if value not in allowed:
-                raise unknown(name, value, allowed)
+            one_of(name, allowed, value)
         if isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 0:
             raise MisuseError(f"m is {self.m!r}: give a whole number of rows, 0 or more")
         if self.use_aiter and self.vendor != "amd":

@@ -43,6 +43,17 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
     return MisuseError(f"unknown {kind} {given!r}: {hint}known: {', '.join(names)}")
 
 
+def one_of(kind: str, known: Iterable, *given: object) -> None:
+    """Refuse what is not among ``known``.
+
+    Raises:
+        MisuseError: with the nearest match.
+    """
+    for name in given:
+        if name not in known:
+            raise unknown(kind, name, known)
+
+
 class LockedError(RuntimeError):
     """Another process holds a device or a run; the message names it."""
 

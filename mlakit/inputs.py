@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mlakit.errors import unknown
+from mlakit.errors import one_of
 from mlakit.shapes import Widths
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,10 +52,8 @@ def make(
     Raises:
         MisuseError: unknown dtype, family or layout.
     """
-    if dtype not in TORCH_DTYPES:
-        raise unknown("dtype", dtype, TORCH_DTYPES)
-    if layout not in ("split", "contiguous"):
-        raise unknown("layout", layout, ("split", "contiguous"))
+    one_of("dtype", TORCH_DTYPES, dtype)
+    one_of("layout", ("split", "contiguous"), layout)
     generator = torch.Generator().manual_seed(seed)
     values = _rows(m, widths.row_stride, family, generator)
     buffer = values.to(TORCH_DTYPES[dtype]).to(device)
@@ -73,8 +71,7 @@ def make(
 
 def _rows(m: int, n: int, family: str, generator: torch.Generator) -> torch.Tensor:
     """(M, N) float32 of the named family."""
-    if family not in FAMILIES:
-        raise unknown("input family", family, FAMILIES)
+    one_of("input family", FAMILIES, family)
     x = 0.7 * torch.randn(m, n, generator=generator)
     if family == "outlier":
         x[:, torch.randperm(n, generator=generator)[: max(1, n // 128)]] *= 1e4

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlakit import archs
-from mlakit.errors import unknown
+from mlakit.errors import one_of
 from mlakit.paths import triton_config
 from mlakit.shapes import Widths
 
@@ -250,10 +250,8 @@ def plan(
     Raises:
         MisuseError: a path whose working is not described here, or no such dtype.
     """
-    if path not in MODELLED:
-        raise unknown("path to model", path, MODELLED)
-    if dtype not in ITEMSIZE:
-        raise unknown("dtype", dtype, ITEMSIZE)
+    one_of("path to model", MODELLED, path)
+    one_of("dtype", ITEMSIZE, dtype)
     if path == "launch_floor":
         return [Launch("copy", 0, 0, 0, 0, reads=0)]
     if path in ONE_LAUNCH or path == "copy_limit":

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from mlakit.archs import check
 from mlakit.context import DTYPES, LAYOUTS, QUANTS
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_of
 from mlakit.shapes import Widths
 
 SCHEMA_VERSION = 1
@@ -109,8 +109,7 @@ class Cell:
             ("clock", self.clock, CLOCKS),
             ("cache", self.cache, CACHES),
         ):
-            if value not in allowed:
-                raise unknown(name, value, allowed)
+            one_of(name, allowed, value)
         for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "seed", "repeat"):
             if not _whole(getattr(self, name), 0, 2**63 - 1):
                 value = getattr(self, name)
@@ -145,9 +144,7 @@ class Cell:
             MisuseError: a name that a cell does not have, with the near match, or one it lacks.
         """
         known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise unknown("cell field", name, known)
+        one_of("cell field", known, *values)
         try:
             return cls(**values)
         except TypeError as error:

@@ -13,7 +13,7 @@ from mlakit.archs import default_device, devices, vendor_of
 from mlakit.cli import base
 from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
 from mlakit.context import DTYPES
-from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.errors import ExitCode, MisuseError, one_of, unknown
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
 Target = Annotated[str, typer.Argument(help="A path's name, or module:function.")]
@@ -21,8 +21,7 @@ Target = Annotated[str, typer.Argument(help="A path's name, or module:function."
 
 def _where(device: str, dtype: str) -> str:
     """The device to use, if it is here and the dtype is known; empty: this machine's first."""
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    one_of("dtype", DTYPES, dtype)
     gpus = [f"cuda:{i}" for i in range(len(devices()))]
     if device and device not in ("cpu", *gpus, *(["cuda"] if gpus else [])):
         raise unknown("device", device, ["cpu", *gpus])

@@ -12,7 +12,7 @@ from mlakit.archs import check as check_arch
 from mlakit.archs import here
 from mlakit.cli import base
 from mlakit.cli.base import Arch, Json, app, given, line, print_rows, progress, split, whole
-from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.errors import ExitCode, MisuseError, one_of
 
 
 @app.command(epilog="Example: mlakit sweep --arch cpu --batch 1,64,1024 --model DeepSeek-V3,GLM-5")
@@ -119,9 +119,7 @@ def report(
     from mlakit.report import build
 
     names = split(notebook)
-    for name in names:
-        if name not in build.NOTEBOOKS:
-            raise unknown("notebook", name, build.NOTEBOOKS)
+    one_of("notebook", build.NOTEBOOKS, *names)
     chosen = given(
         archs=tuple(dict.fromkeys(check_arch(a) for a in split(arch))),
         models=tuple(split(model)),

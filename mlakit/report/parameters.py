@@ -6,7 +6,7 @@ from typing import get_args, get_origin
 
 from mlakit import archs, shapes
 from mlakit.context import DTYPES
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_of
 
 NOTEBOOK_PARAMETERS: dict[str, type] = {
     "arch": str,
@@ -31,8 +31,7 @@ def check(values: dict) -> dict:
     from mlakit.inputs import FAMILIES
 
     for name, value in values.items():
-        if name not in NOTEBOOK_PARAMETERS:
-            raise unknown("parameter", name, NOTEBOOK_PARAMETERS)
+        one_of("parameter", NOTEBOOK_PARAMETERS, name)
         kind = NOTEBOOK_PARAMETERS[name]
         if not _is(value, kind):
             raise MisuseError(f"parameter {name} is {value!r}: give {_text(kind)}")
@@ -40,13 +39,11 @@ def check(values: dict) -> dict:
         archs.check(values["arch"])
     if "model" in values:
         shapes.parse_hidden(values["model"])
-    if "dtype" in values and values["dtype"] not in DTYPES:
-        raise unknown("dtype", values["dtype"], DTYPES)
+    if "dtype" in values:
+        one_of("dtype", DTYPES, values["dtype"])
     if "policy" in values:
         policies.get(values["policy"])
-    for family in values.get("families", []):
-        if family not in FAMILIES:
-            raise unknown("input family", family, FAMILIES)
+    one_of("input family", FAMILIES, *values.get("families", []))
     for m in values.get("batches", []):
         if m < 1:
             raise MisuseError(f"batch is {m}: give a whole number of rows, 1 or more")

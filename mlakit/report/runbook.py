@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlakit.datafiles import read_json
-from mlakit.errors import ExitCode, MisuseError, one_line, unknown
+from mlakit.errors import ExitCode, MisuseError, one_line, one_of
 from mlakit.report import scrub
 from mlakit.sweep.worker import die_with, share_of_cores
 
@@ -102,9 +102,7 @@ def check_parameters(source: Path, parameters: dict) -> dict:
     from mlakit.report.parameters import check
 
     declared = declared_parameters(source)
-    for name in parameters:
-        if name not in declared:
-            raise unknown(f"parameter of {source.name}", name, declared)
+    one_of(f"parameter of {source.name}", declared, *parameters)
     return check(dict(parameters))
 
 

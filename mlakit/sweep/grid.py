@@ -9,7 +9,7 @@ from itertools import product
 
 from mlakit.archs import check
 from mlakit.context import QUANTS
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_of
 from mlakit.paths import registry
 from mlakit.records import CLOCKS, MAX_ROWS, Cell
 from mlakit.shapes import Widths, model, parse_hidden
@@ -107,11 +107,9 @@ def expand(*, preset: str | None = None, **given) -> list[Cell]:
     Raises:
         MisuseError: an unknown name or a value outside its set, with what is wanted.
     """
-    if preset is not None and preset not in PRESETS:
-        raise unknown("preset", preset, PRESETS)
-    for name in given:
-        if name not in DEFAULTS:
-            raise unknown("sweep option", name, DEFAULTS)
+    if preset is not None:
+        one_of("preset", PRESETS, preset)
+    one_of("sweep option", DEFAULTS, *given)
     asked = {name: value for name, value in given.items() if value is not None}
     base = dict(PRESETS[preset]) if preset else {}
     if "models" in asked or "hidden" in asked:
@@ -125,13 +123,10 @@ def expand(*, preset: str | None = None, **given) -> list[Cell]:
             raise MisuseError(f"{name} is empty: give at least one value")
     if not (isinstance(v["budget_s"], int | float) and 0 < v["budget_s"] < math.inf):
         raise MisuseError(f"budget_s is {v['budget_s']!r}: give seconds above 0")
-    for path in v["paths"]:
-        if path not in registry.names():
-            raise unknown("path", path, registry.names())
+    one_of("path", registry.names(), *v["paths"])
     archs = list(dict.fromkeys(map(check, v["archs"])))
+    one_of("clock", CLOCKS, *v["clocks"])
     for clock in v["clocks"]:
-        if clock not in CLOCKS:
-            raise unknown("clock", clock, CLOCKS)
         if not any(clock in _clocks(arch, v["clocks"]) for arch in archs):
             raise MisuseError(
                 f"clock {clock!r} does not exist on {', '.join(archs)}: "

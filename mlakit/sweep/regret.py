@@ -13,7 +13,7 @@ from mlakit.context import Context
 from mlakit.dispatch import policies
 from mlakit.dispatch.choice import OUTSIDE
 from mlakit.dispatch.probe import weight_dtype_for
-from mlakit.errors import MisuseError, RefusedError, unknown
+from mlakit.errors import MisuseError, RefusedError, one_of
 from mlakit.sweep.store import recorded_rows
 from mlakit.sweep.tune import candidates
 
@@ -101,8 +101,7 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
     Raises:
         MisuseError: unknown policy or traffic profile.
     """
-    if traffic not in TRAFFIC:
-        raise unknown("traffic profile", traffic, TRAFFIC)
+    one_of("traffic profile", TRAFFIC, traffic)
     policies.get(policy)
     if candidates(frame).empty:
         raise MisuseError("no timing row to judge: sweep first, cold cache, split layout")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mlakit.errors import ExitCode, MisuseError, unknown
+from mlakit.errors import ExitCode, MisuseError, one_of
 from mlakit.records import STATUSES, Cell
 from mlakit.sweep import grid, store
 from mlakit.sweep.worker import (
@@ -125,9 +125,7 @@ def open_sweep(
     """
     if time_limit_s is not None and not time_limit_s > 0:
         raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
-    for kind in measure:
-        if kind not in FUNCTIONS:
-            raise unknown("kind of measurement", kind, FUNCTIONS)
+    one_of("kind of measurement", FUNCTIONS, *measure)
     before = {"status": "incomplete", "ended_at": store.now()}
     if cells is not None and not (run_dir / "run.json").exists():
         limit = {"time_limit_s": time_limit_s or TIME_LIMIT_S}
@@ -179,9 +177,7 @@ def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], 
         retry: statuses (``timeout``, ``failed``, ...) whose cells are to be measured again.
     """
     again = set()
-    for status in retry:
-        if status not in STATUSES:
-            raise unknown("status", status, STATUSES)
+    one_of("status", STATUSES, *retry)
     if retry:
         for kind in run.record["measure"]:
             rows = store.read_rows(run.path, kind)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from mlakit.errors import MisuseError, unknown
+from mlakit.errors import MisuseError, one_of
 from mlakit.records import Cell
 from mlakit.sweep.grid import DEFAULTS, expand, whole
 from mlakit.sweep.run import TIME_LIMIT_S
@@ -74,9 +74,7 @@ class SweepSpec(BaseModel):
         Raises:
             MisuseError: an unknown name (with the near match) or a value outside its set.
         """
-        for name in values:
-            if name not in cls.model_fields:
-                raise unknown("sweep option", name, cls.model_fields)
+        one_of("sweep option", cls.model_fields, *values)
         try:
             spec = cls(**values)
         except ValidationError as error:
@@ -88,9 +86,7 @@ class SweepSpec(BaseModel):
             where = ".".join(map(str, first["loc"]))
             given = repr(first["input"])
             raise MisuseError(f"{where} is {given:.80}: {first['msg']}") from None
-        for kind in spec.measure:
-            if kind not in FUNCTIONS:
-                raise unknown("kind of measurement", kind, FUNCTIONS)
+        one_of("kind of measurement", FUNCTIONS, *spec.measure)
         if not spec.measure:
             raise MisuseError(f"measure is empty: give {' or '.join(FUNCTIONS)}")
         spec.cells(default_arch="cpu")
@@ -108,9 +104,9 @@ class SweepSpec(BaseModel):
             values = _load(path)
         except OSError as error:
             raise MisuseError(f"cannot read {path} ({error.strerror}): name a file") from None
-        except MisuseError:
-            raise
         except (ValueError, RecursionError) as error:
+            if isinstance(error, MisuseError):
+                raise
             reason = " ".join(str(error).split())
             raise MisuseError(f"{path} does not read as {path.suffix[1:]}: {reason:.120}") from None
         if not isinstance(values, dict):

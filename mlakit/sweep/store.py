@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
-from mlakit.errors import LockedError, MisuseError, unknown
+from mlakit.errors import LockedError, MisuseError, one_of
 from mlakit.records import COLUMNS, SCHEMA_VERSION, Cell, check_row, now
 from mlakit.sweep.parquet import migrate, read_file, replace_whole, schema, write_table
 
@@ -60,15 +60,12 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
         raise ValueError(f"cell {cell_id} gave no rows")
     table = pa.Table.from_pylist(checked, schema=schema(kind))
     if samples:
-        flat = pa.table(
-            {
-                "cell_id": [cell_id] * sum(len(v) for v in samples.values()),
-                "path": [path for path, values in samples.items() for _ in values],
-                "sample": [i for values in samples.values() for i in range(len(values))],
-                "us": pa.array([u for v in samples.values() for u in v], pa.float64()),
-            }
-        )
-        write_table(flat, Path(run_dir) / "samples" / f"{cell_id}.parquet")
+        flat = [
+            {"cell_id": cell_id, "path": path, "sample": i, "us": float(us)}
+            for path, values in samples.items()
+            for i, us in enumerate(values)
+        ]
+        write_table(pa.Table.from_pylist(flat), Path(run_dir) / "samples" / f"{cell_id}.parquet")
     write_table(table, part_path(run_dir, kind, cell_id))
 
 
@@ -100,8 +97,7 @@ def read_rows(folder: str | Path, kind: str = "timing"):
     import pandas as pd
     import pyarrow as pa
 
-    if kind not in FOLDERS:
-        raise unknown("kind of rows", kind, FOLDERS)
+    one_of("kind of rows", FOLDERS, kind)
     damaged: list[str] = []
     tables = []
     for path in _part_files(Path(folder), kind):

@@ -148,7 +148,7 @@ def _measure(request: dict, env: dict) -> dict:
     try:
         function = getattr(importlib.import_module(module), name)
         base = identity(cell, run, env, device)
-        known = {"run_id": run, "hidden_size": base["hidden_size"]}
+        known = {name: base[name] for name in ("run_id", "hidden_size")}
         result: CellResult = function(cell, device=device, run=known)
         measured = time.perf_counter() - begun
         rows = [base | {k: v for k, v in row.items() if v is not None} for row in result.rows]
@@ -191,30 +191,20 @@ def main() -> None:
     reply({"environment": env})
     for line in sys.stdin:
         request = json.loads(line)
-        timed = request["kind"] == "timing"
+        device, wait_s = request["device"], request["lock_wait_s"]
         try:
             with contextlib.ExitStack() as held:
-                if timed:
-                    _hold(held, request, reply)
+                if request["kind"] == "timing":
+                    try:
+                        held.enter_context(guard.device_lock(device))
+                    except guard.LockedError as error:
+                        reply({"waiting": str(error)})
+                        held.enter_context(guard.device_lock(device, wait_s=wait_s))
                 reply({"begun": True})
                 answer = _measure(request, env)
         except (guard.LockedError, MisuseError) as error:
             answer = {"locked": str(error)}
         reply(answer)
-
-
-def _hold(held: contextlib.ExitStack, request: dict, reply) -> None:
-    """Take the device's lock; where that takes waiting, first say for whom.
-
-    Raises:
-        LockedError: another timing run held the device for ``lock_wait_s``.
-    """
-    device = request["device"]
-    try:
-        held.enter_context(guard.device_lock(device))
-    except guard.LockedError as error:
-        reply({"waiting": str(error)})
-        held.enter_context(guard.device_lock(device, wait_s=request["lock_wait_s"]))
 
 
 # ---- the parent's handle
@@ -267,14 +257,8 @@ class Worker:
             LockedError: another timing run held the device for ``LOCK_WAIT_S``.
             WorkerLostError: past ``limit_s`` (the worker's process group is killed) or crashed.
         """
-        request = {
-            "cell": cell.to_json(),
-            "kind": kind,
-            "device": device,
-            "function": function,
-            "run_dir": str(run_dir),
-            "lock_wait_s": LOCK_WAIT_S,
-        }
+        request: dict = {"run_dir": str(run_dir), "kind": kind, "cell": cell.to_json()}
+        request |= {"device": device, "function": function, "lock_wait_s": LOCK_WAIT_S}
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -305,10 +289,8 @@ class Worker:
         self.stop()
         if code >= 0:
             return WorkerLostError("failed", f"the worker exited with code {code}")
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
+        known = {s.value: s.name for s in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
         if code == -signal.SIGKILL and _oom_kills() > self._ooms:
             return WorkerLostError("oom", "the kernel killed the worker: out of memory")
         status = "killed" if -code in (signal.SIGKILL, signal.SIGTERM) else "failed"
