@@ -78,8 +78,9 @@ def packed(waves: Waves, i: Instruction) -> None:
 def _write_pair(waves: Waves, dst: Operand, low: np.ndarray, high: np.ndarray) -> None:
     """Two results: of 32 bits to two registers, of 16 (or bf16 bits in uint32) to one."""
     if low.dtype == F32:
-        for k, value in enumerate((low, high)):
-            bits = np.broadcast_to(value, waves.exec.shape).copy()
+        # Both before either is written: a half that is moved may be a register of the result.
+        halves = [np.broadcast_to(value, waves.exec.shape).copy() for value in (low, high)]
+        for k, bits in enumerate(halves):
             waves.write_vgpr(dst.index + k, bits.view(U32))
     else:
         low, high = (v.view(f"u{v.itemsize}").astype(U32) for v in (low, high))
