@@ -3,8 +3,8 @@
 Import this only where triton is. One launch normalises the rows of q and of kv. A row is taken in
 chunks of ``WARPS * LANES * VEC`` elements, of which each thread holds VEC neighbours (16 bytes).
 The row's sum has one fixed tree: chunks in order, then neighbours in pairs, then lanes, then warps.
-Which other rows share the program or the launch does not enter into it. Memory whose rows do not
-start on 16 bytes is read piece by piece; a thread then adds in another order: an ulp, now and then.
+Which other rows share the program or the launch does not enter into it, nor how many warps hold
+the row, nor whether rows start on 16 bytes (else they are read piece by piece).
 """
 
 # Triton compiles these functions: it knows no tuple unpacking.
@@ -38,7 +38,14 @@ def _warp_totals(pieces, WARPS: tl.constexpr, LANES: tl.constexpr):
     for _ in tl.static_range(3):
         if total.shape[1] > WARPS * LANES:
             total = _halve(total)
-    return tl.sum(tl.reshape(total, (total.shape[0], WARPS, LANES)), axis=2)
+    # Two lanes at a time, so that the tree says which ones meet. A sum over all lanes goes by the
+    # layout that Triton chose: with several rows a program that did not start on 16 bytes, another.
+    for _ in tl.static_range(6):
+        if total.shape[1] > WARPS:
+            pairs = tl.reshape(total, (total.shape[0], WARPS, 2, total.shape[1] // WARPS // 2))
+            total = tl.sum(pairs, axis=2)
+            total = tl.reshape(total, (total.shape[0], WARPS * total.shape[2]))
+    return total
 
 
 @triton.jit

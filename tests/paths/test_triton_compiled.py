@@ -37,3 +37,20 @@ def test_weights_are_asked_for_before_the_reduction(tmp_path, m, q_width, k_widt
     order = "".join(LETTERS[f] for f in re.findall(rf"\b({'|'.join(LETTERS)})\b", listing))
     parts = 2 if q_width else 1
     assert re.fullmatch(rf"R?((WR?)?L+s+S+){{{parts}}}", order), order
+
+
+def test_no_more_than_two_are_added_at_once():
+    """The order of a longer sum is the layout's, which differs by rows a program and alignment."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mlakit.paths.triton_kernels import kernel_signature
+
+    config = heuristic("sm_90", 4096, 769, 33)
+    *source, options = kernel_signature(config, "sm_90", 769, 33, aligned=False)
+    target = GPUTarget("cuda", 90, 32)
+    text = triton.compile(ASTSource(*source), target=target, options=options).asm["ttir"]
+    reduce = r'"tt.reduce"\(.*?axis = (\d).*?\) : \(tensor<([\dx]+)xf32>\)'
+    sums = re.findall(reduce, text, re.DOTALL)
+    assert len(sums) == 10
+    assert {int(shape.split("x")[int(axis)]) for axis, shape in sums} == {2}

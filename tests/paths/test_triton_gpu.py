@@ -37,7 +37,9 @@ def part(args, start, m):
     return [a[start : start + m] if torch.is_tensor(a) and a.ndim == 2 else a for a in args]
 
 
-@pytest.mark.parametrize("widths", [(1536, 512, 64), (768, 256, 32), (2048, 512, 64), (0, 512, 64)])
+@pytest.mark.parametrize(
+    "widths", [(1536, 512, 64), (768, 256, 32), (2048, 512, 64), (0, 512, 64), (769, 33, 7)]
+)
 def test_a_row_has_the_same_bits_in_any_number_of_rows(widths):
     args = rows(65537, Widths(*widths))
     whole = triton_fused.call(*args)
@@ -70,13 +72,10 @@ def test_split_views_give_the_bits_of_their_copies(widths, dtype):
 
 @pytest.mark.parametrize("widths", [(769, 33, 7), (768, 256, 1), (1536, 512, 63)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_that_start_anywhere_are_at_most_an_ulp_off_their_copies(widths, dtype):
-    args = rows(4096, Widths(*widths), dtype)
+def test_rows_that_start_anywhere_give_the_bits_of_their_copies(widths, dtype):
+    args = rows(65537, Widths(*widths), dtype)
     copies = [a.contiguous() if torch.is_tensor(a) else a for a in args]
-    for x, y in zip(triton_fused.call(*args), triton_fused.call(*copies), strict=True):
-        apart = (x.view(torch.int16).int() - y.view(torch.int16).int()).abs()
-        assert apart.max() <= 1
-        assert (apart > 0).float().mean() < 1e-4
+    assert same(triton_fused.call(*args), triton_fused.call(*copies))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
