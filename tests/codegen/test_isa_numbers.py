@@ -213,3 +213,9 @@ def test_packed_float_selects_halves():
     assert (f32(w, 0)[0], f32(w, 1)[0]) == (3.0, 5.0)
     execute(w, "v_pk_add_f32 v[0:1], v[2:3], v[4:5] op_sel:[1,0] neg_lo:[0,1]")
     assert (f32(w, 0)[0], f32(w, 1)[0]) == (2.0 - 3.0, 2.0 + 5.0)
+
+
+def test_a_pair_may_be_moved_into_its_own_registers():
+    w = waves(v0=np.float32(1), v1=np.float32(2), v2=np.float32(3), v3=np.float32(4))
+    execute(w, "v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[1,0]")
+    assert (f32(w, 0)[0], f32(w, 1)[0]) == (4.0, 1.0)
