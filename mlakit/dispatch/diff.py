@@ -53,7 +53,7 @@ def _exists(v: dict) -> bool:
 
 @cache
 def contexts() -> tuple[Context, ...]:
-    """Every context of the grid ``AXES`` that can exist, in a fixed order (some 24,000)."""
+    """Every context of the grid ``AXES`` that can exist, in a fixed order (some 19,000)."""
     found = []
     for values in product(*AXES.values()):
         v = dict(zip(AXES, values, strict=True))
