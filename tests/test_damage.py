@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 
 import pytest
+import timing_rows
 
 from mlakit import archs, datafiles, inputs, latency, shapes
 from mlakit.dispatch import table
@@ -81,24 +82,13 @@ def refusal(read) -> str:
 
 # ---- Parquet: a figure is the one that was written, or the file is named as damaged
 
-ROW = {
-    "evidence": "measured",
-    "status": "ok",
-    "arch": "cpu",
-    "m": 64,
-    "dtype": "bf16",
-    "clock": "cpu",
-    "cache": "cold",
-    "cell_id": "a",
-}
-
 
 @pytest.fixture
 def run_dir(tmp_path):
     cells = grid.expand(batches=[1, 64])
     run = store.create_run(tmp_path / "run", cells, measure=["timing"])
     for cell in cells:
-        rows = [ROW | {"cell_id": cell.id, "path_requested": p, "p50_us": 1.5} for p in "xyz"]
+        rows = [timing_rows.row(p, 1.5, cell_id=cell.id) for p in "xyz"]
         store.write_part(run.path, "timing", cell.id, rows, {"x": [1.0, 2.0] * 40})
     run.save(status="ok", ended_at=store.now())
     run.close()

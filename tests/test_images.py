@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from timing_rows import ON_H200, row
 
 from mlakit import plots
-from mlakit.records import TIMING_COLUMNS
 
 pytest.importorskip("matplotlib")
 IMAGES = Path(__file__).parent / "images"
@@ -22,18 +22,15 @@ a curve or a band that is missing does not."""
 
 
 def timing() -> pd.DataFrame:
-    base = dict.fromkeys(TIMING_COLUMNS) | {"arch": "sm_90", "device": "a card", "status": "ok"}
-    base |= {"evidence": "recorded", "dtype": "bf16", "quant": "none", "clock": "graph"}
     rows = []
     for q, kv in ((1536, 512), (768, 256)):
         for m in (1, 64, 1024, 16384):
             moved = 4 * m * (q + kv)
             for path, factor in (("torch_rms_norm", 3.0), ("triton_fused", 1.1), ("copy_limit", 1)):
-                us = factor * (1.5 + moved / 4e6)
-                row = base | {"q_lora_rank": q, "kv_lora_rank": kv, "m": m, "path_ran": path}
-                row |= {"p50_us": us, "p20_us": 0.9 * us, "p80_us": 1.2 * us, "ratio": 3 / factor}
-                row |= {"ratio_lo": 2.6 / factor, "ratio_hi": 3.4 / factor, "bytes_moved": moved}
-                rows.append(row | {"gbps": moved / us / 1e3})
+                us, more = factor * (1.5 + moved / 4e6), {"q_lora_rank": q, "kv_lora_rank": kv}
+                more |= {"m": m, "bytes_moved": moved, "p80_us": 1.2 * us}
+                more |= {"ratio_lo": 2.6 / factor, "ratio_hi": 3.4 / factor}
+                rows.append(row(path, us, 3 / factor, **ON_H200 | more))
     return pd.DataFrame(rows)
 
 

@@ -5,6 +5,7 @@ import time
 
 import pandas as pd
 import pytest
+from timing_rows import ON_H200, ROW, row
 
 from mlakit import widgets
 from mlakit.context import Context
@@ -12,24 +13,17 @@ from mlakit.dispatch import policies
 from mlakit.drift.ulp import compare
 from mlakit.errors import MisuseError
 from mlakit.inputs import make
-from mlakit.records import TIMING_COLUMNS
 from mlakit.rounding import ROUNDINGS, oracle
 from mlakit.shapes import parse_hidden
 
 
 def rows(times: dict[str, list[float]], batches=(1, 64, 4096), **more) -> pd.DataFrame:
     """Timing rows of one lane: a path's times in microseconds, one a batch."""
-    base = dict.fromkeys(TIMING_COLUMNS) | {"device": "a card", "arch": "sm_90", "status": "ok"}
-    base |= {"evidence": "recorded", "dtype": "bf16", "quant": "none", "layout": "split"}
-    base |= {"clock": "graph", "cache": "cold", "q_lora_rank": 1536, "kv_lora_rank": 512} | more
-    found = []
-    for path, values in times.items():
-        for m, us, base_us in zip(batches, values, times["torch_rms_norm"], strict=True):
-            ratio = base_us / us
-            found.append(base | {"m": m, "path_ran": path, "p50_us": us, "p20_us": us * 0.9})
-            found[-1] |= {"p80_us": us * 1.1, "ratio": ratio, "ratio_lo": ratio * 0.9}
-            found[-1] |= {"ratio_hi": ratio * 1.1, "bytes_moved": m * 8192, "gbps": m * 8.192 / us}
-    return pd.DataFrame(found)
+    return pd.DataFrame(
+        row(path, us, base_us / us, **ON_H200 | {"m": m, "bytes_moved": m * 8192} | more)
+        for path, values in times.items()
+        for m, us, base_us in zip(batches, values, times["torch_rms_norm"], strict=True)
+    )
 
 
 TIMES = {"torch_rms_norm": [4.0, 4.0, 40.0], "triton_fused": [5.0, 3.0, 20.0]}
@@ -100,7 +94,7 @@ def test_every_speed_figure_draws(figure):
 
 def test_without_rows_the_speed_explorer_says_how_to_get_them():
     pytest.importorskip("ipywidgets")
-    box = widgets.speed(pd.DataFrame(columns=TIMING_COLUMNS))
+    box = widgets.speed(pd.DataFrame(columns=list(ROW)))
     assert "mlakit sweep" in box.children[2].value
 
 

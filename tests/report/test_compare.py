@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from timing_rows import row
 
 from mlakit.datafiles import data_dir
 from mlakit.errors import ExitCode, MisuseError
-from mlakit.records import CONTROLS, TIMING_COLUMNS
-from mlakit.report.compare import KEY, Source, compare, load
+from mlakit.records import CONTROLS
+from mlakit.report.compare import Source, compare, load
 
 N = 100
 
@@ -33,12 +34,7 @@ def run(name, cells, seed, *, change=None, drift=False, session=1.0, paths=("tor
         for path in (*paths, "copy_limit"):
             factor = (change or (lambda *_: 1.0))(i, path)
             samples[f"c{i}", path] = 5 * common * factor * noisy(rng)
-            row = dict.fromkeys(TIMING_COLUMNS) | dict.fromkeys(KEY, "x")
-            rows.append(
-                row
-                | {"cell_id": f"c{i}", "m": i, "quant": "none", "path_requested": path}
-                | {"status": "ok", "q_lora_rank": 1536, "kv_lora_rank": 512}
-            )
+            rows.append(row(path, cell_id=f"c{i}", m=i, clock="x"))
     return Source(name, pd.DataFrame(rows), samples)
 
 
@@ -188,11 +184,12 @@ def resampled(source, name, cells, seed, *, factor=1.0, n=200, clocks=None):
         block = max(1, rounds // 10)
         starts = rng.integers(0, rounds, -(-n // block))
         index = (starts[:, None] + np.arange(block)).ravel()[:n] % rounds
-        for row in group.to_dict("records"):
-            path = row["path_requested"]
+        for recorded in group.to_dict("records"):
+            path = recorded["path_requested"]
             scale = factor if path not in CONTROLS else 1.0
             samples[f"r{i}", path] = np.asarray(lanes[path])[index] * scale
-            rows.append(row | {"cell_id": f"r{i}", "layout": f"{row['layout']} {i}"})
+            layout = f"{recorded['layout']} {i}"
+            rows.append(recorded | {"cell_id": f"r{i}", "layout": layout})
     return Source(name, pd.DataFrame(rows), samples)
 
 

@@ -3,27 +3,17 @@
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from timing_rows import H200, row
 
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
-from mlakit.records import SCHEMA_VERSION, Cell
+from mlakit.records import Cell
 from mlakit.report import contribute
 from mlakit.sweep import store
-
-H200 = {"device": "NVIDIA H200", "vendor": "nvidia", "arch": "sm_90", "arch_raw": "sm_90"}
 
 
 def cells() -> list[Cell]:
     return [c for c in contribute.cells("sm_90") if c.m in (64, 4096) and c.q_lora_rank == 1536]
-
-
-def row(cell: Cell, path: str, us: float, **more) -> dict:
-    base = {"schema_version": SCHEMA_VERSION, "cell_id": cell.id, "evidence": "measured"}
-    shape = {k: getattr(cell, k) for k in "q_lora_rank kv_lora_rank m dtype quant layout".split()}
-    shape |= {"clock": cell.clock, "cache": cell.cache, "started_at": "2026-11-30T08:00:00Z"}
-    figures = {"n": 100, "p05_us": us * 0.98, "p50_us": us, "p95_us": us * 1.05}
-    moved = {"bytes_moved": cell.m * 8192, "path_requested": path, "path_ran": path}
-    return base | H200 | shape | figures | moved | {"status": "ok"} | more
 
 
 @pytest.fixture
@@ -39,7 +29,9 @@ def make(tmp_path):
         run.close()
         for cell in asked:
             us = 1.5 + cell.m * 8192 / 3.9e6
-            rows = [row(cell, "triton_fused", us), row(cell, "torch_rms_norm", 2 * us)]
+            more = H200 | cell.columns | {"started_at": "2026-11-30T08:00:00Z"}
+            more |= {"bytes_moved": cell.m * 8192}
+            rows = [row("triton_fused", us, **more), row("torch_rms_norm", 2 * us, **more)]
             store.write_part(run_dir, "timing", cell.id, [change(r) for r in rows])
         return contribute.pack(run_dir, tmp_path / contribute.file_name(run_dir))
 

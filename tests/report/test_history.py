@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from timing_rows import row
 
 from mlakit.errors import ExitCode, MisuseError
 from mlakit.records import CONTROLS, Cell
@@ -12,15 +13,6 @@ from mlakit.report import build, history
 from mlakit.sweep import store
 
 CELLS = [Cell("cpu", m, 1536, 512, ("torch_native", "cpu_fused")) for m in (1, 8, 64, 512)]
-
-
-def row(cell: Cell, path: str, us: np.ndarray) -> dict:
-    low, middle, high = np.percentile(us, (20, 50, 80))
-    base = {"schema_version": 1, "device": "a CPU", "evidence": "measured", "vendor": "cpu"}
-    base |= {c: getattr(cell, c) for c in "arch m q_lora_rank kv_lora_rank dtype".split()}
-    base |= {c: getattr(cell, c) for c in "quant layout clock cache".split()}
-    base |= {"cell_id": cell.id, "path_requested": path, "path_ran": path, "status": "ok"}
-    return base | {"n": len(us), "p20_us": low, "p50_us": middle, "p80_us": high}
 
 
 def record(root, name, day, *, slow=(), seed=0, cells=CELLS, report=True, status="ok"):
@@ -33,7 +25,7 @@ def record(root, name, day, *, slow=(), seed=0, cells=CELLS, report=True, status
         for path in (*cell.paths, CONTROLS[0]):
             factor = 1.2 if path == "cpu_fused" and cell.m in slow else 1.0
             samples[path] = 5 * factor * (1 + 0.01 * rng.standard_normal(100))
-        rows = [row(cell, path, us) for path, us in samples.items()]
+        rows = [row(path, float(np.median(us)), **cell.columns) for path, us in samples.items()]
         store.write_part(folder, "timing", cell.id, rows, samples=samples)
     run.save(status=status, started_at=f"2026-11-{day:02d}T03:00:00Z")
     run.close()

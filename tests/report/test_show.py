@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
+from timing_rows import row
 
 from mlakit.errors import MisuseError
-from mlakit.records import TIMING_COLUMNS
 from mlakit.report import chapters, show
 
 
@@ -30,47 +30,25 @@ def test_a_figure_needs_a_text_alternative():
         show.figure(Figure(), "  ")
 
 
-def timing(*rows: dict) -> pd.DataFrame:
-    base = dict.fromkeys(TIMING_COLUMNS)
-    base |= {"arch": "cpu", "device": "a CPU", "evidence": "measured", "status": "ok"}
-    return pd.DataFrame([base | r for r in rows])
-
-
 def test_no_speedup_is_stated_where_no_fused_path_ran():
-    frame = timing(
-        {"m": 1, "path_requested": "torch_native", "path_ran": "torch_native", "p50_us": 5.0},
-        {
-            "m": 1,
-            "path_requested": "triton_fused",
-            "path_ran": None,
-            "status": "skipped",
-            "reason": "triton is not installed",
-        },
-    )
-    text = " ".join(chapters.speed_verdict(frame, "cpu"))
+    refused = {"path_ran": None, "status": "skipped", "reason": "triton is not installed"}
+    rows = [row("torch_native", 5.0), row("triton_fused", **refused)]
+    text = " ".join(chapters.speed_verdict(pd.DataFrame(rows), "cpu"))
     assert "No fused path ran (triton is not installed)" in text
     assert "times (" not in text
 
 
 def test_launches_that_overlap_are_told_of_where_the_config_says_so():
-    row = {"path_requested": "triton_fused", "path_ran": "triton_fused", "p50_us": 5.0, "n": 40}
-    row |= {"ratio": 1.5, "ratio_lo": 1.4, "ratio_hi": 1.6}
     configs = {64: '{"pdl": true}', 1024: '{"pdl": false}', 4096: '{"pdl": true}'}
-    frame = timing(*(row | {"m": m, "config": config} for m, config in configs.items()))
-    said = chapters.speed_verdict(frame, "sm_90")
+    rows = [row("triton_fused", 5.0, 1.5, m=m, config=config) for m, config in configs.items()]
+    said = chapters.speed_verdict(pd.DataFrame(rows), "sm_90")
     assert any(s.startswith("At M=64, M=4096 triton_fused overlaps") for s in said)
 
 
 def test_an_absent_arch_gets_a_reason_instead_of_a_number():
-    frame = timing(
-        {
-            "arch": "gfx950",
-            "m": 1,
-            "path_requested": "torch_native",
-            "status": "skipped",
-            "reason": "gfx950 is not on this machine (here: cpu)",
-        }
-    )
+    absent = {"path_ran": None, "status": "skipped"}
+    absent |= {"reason": "gfx950 is not on this machine (here: cpu)"}
+    frame = pd.DataFrame([row("torch_native", arch="gfx950", **absent)])
     assert chapters.speed_verdict(frame, "gfx950") == [
         "No time is stated for gfx950: gfx950 is not on this machine (here: cpu)."
     ]
@@ -95,16 +73,14 @@ def test_published_figures_match_the_arch_whole():
 
 def test_paths_of_one_reason_share_a_row():
     rows = pd.DataFrame(
-        [
-            {"path_requested": p, "path_ran": "", "status": s, "reason": r, "m": m}
-            for m in (64, 257)
-            for p, s, r in (
-                ("torch_native", "skipped", "no gfx950 device here"),
-                ("inductor", "skipped", "no gfx950 device here"),
-                ("cpu_fused", "ok", ""),
-                ("dual_stream", "skipped", "a CPU has no second stream"),
-            )
-        ]
+        row(p, m=m, path_ran="", status=s, reason=r)
+        for m in (64, 257)
+        for p, s, r in (
+            ("torch_native", "skipped", "no gfx950 device here"),
+            ("inductor", "skipped", "no gfx950 device here"),
+            ("cpu_fused", "ok", ""),
+            ("dual_stream", "skipped", "a CPU has no second stream"),
+        )
     )
     assert chapters.not_run(rows).values.tolist() == [
         ["torch_native, inductor", "skipped", "no gfx950 device here", "64, 257"],

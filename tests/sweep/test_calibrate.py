@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pandas as pd
 import pytest
+import timing_rows
 
 from mlakit.datafiles import data_dir
 from mlakit.errors import MisuseError
@@ -24,9 +25,8 @@ H200 = {
 
 
 def row(path, m, us, q=1536, k=512, **more):
-    base = dict(status="ok", p50_us=us, cache="cold", quant="none", clock="graph", note="")
-    base |= dict(layout="split", path_ran=path, path_requested=path, m=m, dtype="bf16")
-    return base | dict(q_lora_rank=q, kv_lora_rank=k, device="NVIDIA H200", arch="sm_90") | more
+    given = timing_rows.ON_H200 | dict(m=m, note="", q_lora_rank=q, kv_lora_rank=k) | more
+    return timing_rows.row(path, us, **given)
 
 
 @pytest.fixture

@@ -8,28 +8,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import timing_rows
 
 from mlakit.errors import LockedError, MisuseError
 from mlakit.records import ACCURACY_COLUMNS, TIMING_COLUMNS
 from mlakit.sweep import store
 from mlakit.sweep.grid import expand
 
-ROW = {
-    "evidence": "measured",
-    "status": "ok",
-    "arch": "cpu",
-    "m": 64,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "dtype": "bf16",
-    "clock": "cpu",
-    "cache": "cold",
-    "p50_us": 1.25,
-}
-
 
 def row(cell_id: str, **changes) -> dict:
-    return ROW | {"cell_id": cell_id, "path_requested": "p"} | changes
+    return timing_rows.row("p", 1.25, cell_id=cell_id, **changes)
 
 
 def test_columns_and_types_come_back(tmp_path):
@@ -47,7 +35,7 @@ def test_columns_and_types_come_back(tmp_path):
 
 def test_accuracy_rows_have_their_own_columns(tmp_path):
     figures = {"share_correct": 1.0, "max_ulp": 2}
-    accuracy = {k: v for k, v in row("a").items() if k != "p50_us"} | figures
+    accuracy = {k: v for k, v in row("a").items() if k in ACCURACY_COLUMNS} | figures
     store.write_part(tmp_path, "accuracy", "a", [accuracy])
     rows = store.read_rows(tmp_path, "accuracy")
     assert list(rows.columns) == list(ACCURACY_COLUMNS)
@@ -57,7 +45,12 @@ def test_accuracy_rows_have_their_own_columns(tmp_path):
 
 
 def test_an_illegal_row_writes_nothing(tmp_path):
-    for rows in ([], [row("a", status="failed")], [row("a", status="fine")], [{"x": 1}]):
+    for rows in (
+        [],
+        [row("a", status="failed")],
+        [row("a", status="fine")],
+        [timing_rows.ROW | {"x": 1}],
+    ):
         with pytest.raises(ValueError, match="row"):
             store.write_part(tmp_path, "timing", "a", rows)
     assert list(tmp_path.rglob("*")) == []

@@ -2,35 +2,20 @@
 
 import pandas as pd
 import pytest
+from timing_rows import row
 
 from mlakit.context import Context
 from mlakit.dispatch import policies, table
 from mlakit.errors import MisuseError
-from mlakit.records import TIMING_COLUMNS
 from mlakit.sweep import regret, tune
 
 
 def rows(times: dict[int, dict[str, float]], **more) -> pd.DataFrame:
-    base = dict.fromkeys(TIMING_COLUMNS) | {
-        "arch": "cpu",
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "dtype": "bf16",
-        "quant": "none",
-        "layout": "split",
-        "clock": "cpu",
-        "cache": "cold",
-        "status": "ok",
-        "ratio": 1.0,
-        "ratio_lo": 1.0,
-        "ratio_hi": 1.0,
-    }
+    exact = dict.fromkeys(("ratio", "ratio_lo", "ratio_hi"), 1.0)
     return pd.DataFrame(
-        [
-            base | {"m": m, "path_ran": p, "path_requested": p, "p50_us": us} | more
-            for m, paths in times.items()
-            for p, us in paths.items()
-        ]
+        row(p, us, **exact | {"m": m} | more)
+        for m, paths in times.items()
+        for p, us in paths.items()
     )
 
 
