@@ -49,63 +49,38 @@ def _row(finding, whose, pair, want, source, text="") -> dict:
     (a_name, a_out), (b_name, b_out) = pair
     a_drift, b_drift = compare(a_out, want), compare(b_out, want)
     between = ulps(b_out, a_out.double()).abs()
-    return {
-        "finding": finding,
-        "property_of": whose,
-        "a": a_name,
-        "b": b_name,
-        "elements": a_out.numel(),
-        "share_differ": float((between > 0).double().mean()),
-        "max_ulp": int(between.max()) if a_out.dtype == torch.bfloat16 else None,
-        "bias_a": a_drift.signed_bias,
-        "bias_b": b_drift.signed_bias,
-        "rel_l2_a": a_drift.rel_l2,
-        "rel_l2_b": b_drift.rel_l2,
-        "evidence": "emulated",
-        "source": source,
-        "text": text,
-    }
+    return dict(
+        finding=finding, property_of=whose, a=a_name, b=b_name, elements=a_out.numel(),
+        share_differ=float((between > 0).double().mean()),
+        max_ulp=int(between.max()) if a_out.dtype == torch.bfloat16 else None,
+        bias_a=a_drift.signed_bias, bias_b=b_drift.signed_bias,
+        rel_l2_a=a_drift.rel_l2, rel_l2_b=b_drift.rel_l2,
+        evidence="emulated", source=source, text=text,
+    )  # fmt: skip
 
 
 def _orders(x, w) -> list[dict]:
     want = oracle(x, w, 1e-6)
-    out = {name: r(x, w, 1e-6) for name, r in ROUNDINGS.items()}
-
-    def pair(a, b):
-        return (a, out[a]), (b, out[b])
-
-    rows = [
-        _row(
-            "AITER stores bf16: gfx950 against gfx942",
-            "card",
-            pair("round_once", "truncate"),
-            want,
-            _UPSTREAM,
-            "hardware convert against cutting toward zero, fused and split kernels alike",
-        ),
-        _row(
-            "Hugging Face order against one rounding",
-            "convention",
-            pair("round_once", "cast_then_weight"),
-            want,
-            "github.com/vllm-project/vllm/pull/49639",
-            "both legitimate; with unit weights the two are the same bits",
-        ),
-    ]
+    vllm = "github.com/vllm-project/vllm"
+    found = [
+        ("AITER stores bf16: gfx950 against gfx942", "card", "round_once", "truncate", _UPSTREAM,
+         "hardware convert against cutting toward zero, fused and split kernels alike"),
+        ("Hugging Face order against one rounding", "convention", "round_once", "cast_then_weight",
+         f"{vllm}/pull/49639", "both legitimate; with unit weights the two are the same bits"),
+    ]  # fmt: skip
     for (old, a), (new, b) in itertools.pairwise(VLLM_ORDERS):
         title = f"vLLM's order: {old}, then {new}"
-        source = "github.com/vllm-project/vllm issues 42325, 49616"
-        rows.append(_row(title, "convention", pair(a, b), want, source))
-    return rows
+        found.append((title, "convention", a, b, f"{vllm} issues 42325, 49616", ""))
+    return [
+        _row(title, whose, [(n, ROUNDINGS[n](x, w, 1e-6)) for n in (a, b)], want, source, text)
+        for title, whose, a, b, source, text in found
+    ]
 
 
 def _eps(x, w) -> list[dict]:
     """Hugging Face's 1e-6 against the engines' 1e-5, at two sizes of latent."""
-    names = [
-        m.name
-        for m in models()
-        if m.hf_latent_norm_eps == 1e-6 and m.serving_latent_norm_eps == 1e-5
-    ]
+    apart = (1e-6, 1e-5)
+    names = [m.name for m in models() if (m.hf_latent_norm_eps, m.serving_latent_norm_eps) == apart]
     once, rows = ROUNDINGS["round_once"], []
     for size, label in ((1.0, "RMS 0.7"), (2.0**-6, "RMS 0.011")):
         small = (x.float() * size).bfloat16()
@@ -149,53 +124,29 @@ def _reductions(x, w) -> list[dict]:
 
     plain = total(64) * inverse + eps
     fused = (total(64).double() * inverse.double() + eps.double()).float()
+    narrow = total(32) * inverse + eps
     source = "AMD gfx9 waves have 64 lanes; NVIDIA's and gfx1250's have 32 (data/archs.csv)"
+    waves = ("64 lanes", finish(plain)), ("32 lanes", finish(narrow))
+    fusion = ("rounded between", finish(plain)), ("fma(sum, 1/N, eps)", finish(fused))
     return [
-        _row(
-            "wave size as reduction order",
-            "card",
-            (("64 lanes", finish(plain)), ("32 lanes", finish(total(32) * inverse + eps))),
-            want,
-            source,
-            "lanes stride the row, then a tree",
-        ),
-        _row(
-            "FP fusion in mean + eps",
-            "compiler",
-            (("rounded between", finish(plain)), ("fma(sum, 1/N, eps)", finish(fused))),
-            want,
-            "triton's enable_fp_fusion, on by default; clang's -ffp-contract",
-            "in the sum of bf16 squares fusion leaves no trace: they are exact in float32",
-        ),
-    ]
+        _row("wave size as reduction order", "card", waves, want, source,
+             "lanes stride the row, then a tree"),
+        _row("FP fusion in mean + eps", "compiler", fusion, want,
+             "triton's enable_fp_fusion, on by default; clang's -ffp-contract",
+             "in the sum of bf16 squares fusion leaves no trace: they are exact in float32"),
+    ]  # fmt: skip
 
 
 def _formats(x, w) -> list[dict]:
     want = oracle(x, w, 1e-6)
     y = want.float()
-    eights = [
-        (name, fp8.dequantise(*fp8.quantise(y, fp8.encoding(name))))
-        for name in ("fp8_ocp", "fp8_fnuz")
-    ]
-    fours = [(f"mxfp4 {rule}", mxfp4.dequantise(*mxfp4.quantise(y, rule))) for rule in mxfp4.RULES]
-    rows = [
-        _row(
-            "FP8 of gfx950 and NVIDIA against gfx942",
-            "card",
-            tuple(eights),
-            want,
-            "data/archs.csv",
-            "groups of 128; maximum 448 against 240",
-        )
-    ]
-    for other in fours[1:]:
-        rows.append(
-            _row(
-                f"MXFP4 scale rule: {fours[0][0][6:]} against {other[0][6:]}",
-                "convention",
-                (fours[0], other),
-                want,
-                "OCP MX specification 1.0 leaves the rule to the implementation",
-            )
-        )
+    eights = [(n, fp8.dequantise(*fp8.quantise(y, e))) for n, e in fp8.ENCODINGS.items()]
+    first, *others = ((r, mxfp4.dequantise(*mxfp4.quantise(y, r))) for r in mxfp4.RULES)
+    rows = [_row("FP8 of gfx950 and NVIDIA against gfx942", "card", eights, want, "data/archs.csv",
+                 "groups of 128; maximum 448 against 240")]  # fmt: skip
+    source = "OCP MX specification 1.0 leaves the rule to the implementation"
+    for other in others:
+        title = f"MXFP4 scale rule: {first[0]} against {other[0]}"
+        pair = [(f"mxfp4 {rule}", values) for rule, values in (first, other)]
+        rows.append(_row(title, "convention", pair, want, source))
     return rows

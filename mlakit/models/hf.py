@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,27 +94,20 @@ def side(name: str) -> tuple[str | None, str | None]:
     return (None, name) if name in ROUNDINGS else (name, None)
 
 
-@dataclass
-class Patched:
-    """What ``patch`` did; ``restore`` (or leaving a ``with``) undoes it exactly."""
+class Patched(ExitStack):
+    """What ``patch`` did; ``restore`` (or leaving a ``with``) undoes it exactly.
 
-    path: str
-    fused: int
-    """attentions whose two norms are one call"""
-    separate: int
-    """attentions with a kv norm alone"""
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    ``fused`` counts the attentions whose two norms are one call, ``separate`` those with a kv norm
+    alone.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.fused, self.separate = path, 0, 0
 
     def restore(self) -> None:
         """Put every forward back as it was; twice does no harm."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Patched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
+        self.close()
 
 
 def patch(
@@ -144,14 +137,16 @@ def patch(
     if any(_KEY in m.__dict__ for m in found):
         raise MisuseError("this model is patched already: call restore() on its handle first")
     name = rounding or (path if isinstance(path, str) else getattr(path, "__name__", "mlakit"))
-    done = Patched(str(name), 0, 0)
+    done = Patched(str(name))
     for attention in found:
         if all(getattr(attention, p, None) is not None for p in _PROJECTIONS):
-            _fuse(attention, step, done._undo)
+            _fuse(attention, step, done)
             done.fused += 1
         else:
-            _kv_alone(attention, step, done._undo)
+            _kv_alone(attention, step, done)
             done.separate += 1
+        attention.__dict__[_KEY] = True
+        done.callback(attention.__dict__.pop, _KEY)
     return done
 
 
@@ -162,10 +157,9 @@ def _eps(norm: nn.Module) -> float:
     raise MisuseError(f"{type(norm).__name__} has no eps that is known: patch can't take it over")
 
 
-def _swap(module: nn.Module, forward: Callable, undo: list) -> None:
-    old = module.__dict__.get("forward")
+def _swap(module: nn.Module, forward: Callable, undo: ExitStack) -> None:
+    undo.callback(_put_back, module, module.__dict__.get("forward"))
     module.forward = forward
-    undo.append(partial(_put_back, module, old))
 
 
 def _put_back(module: nn.Module, old: Callable | None) -> None:
@@ -175,7 +169,7 @@ def _put_back(module: nn.Module, old: Callable | None) -> None:
         module.forward = old
 
 
-def _kv_alone(attention: Any, step: Callable, undo: list) -> None:
+def _kv_alone(attention: Any, step: Callable, undo: ExitStack) -> None:
     norm = attention.kv_a_layernorm
     eps = _eps(norm)
 
@@ -184,10 +178,9 @@ def _kv_alone(attention: Any, step: Callable, undo: list) -> None:
         return step(nothing, norm.weight[:0], eps, x, norm.weight, eps)[1]
 
     _swap(norm, kv_norm, undo)
-    _mark(attention, undo)
 
 
-def _fuse(attention: Any, step: Callable, undo: list) -> None:
+def _fuse(attention: Any, step: Callable, undo: ExitStack) -> None:
     q_norm, k_norm = attention.q_a_layernorm, attention.kv_a_layernorm
     q_eps, k_eps = _eps(q_norm), _eps(k_norm)
     project, width = attention.kv_a_proj_with_mqa.forward, k_norm.weight.shape[0]
@@ -210,16 +203,10 @@ def _fuse(attention: Any, step: Callable, undo: list) -> None:
         return held.pop("k")
 
     hook = attention.register_forward_pre_hook(remember, with_kwargs=True)
-    undo.append(hook.remove)
+    undo.callback(hook.remove)
     _swap(q_norm, q_forward, undo)
     _swap(attention.kv_a_proj_with_mqa, kv_project, undo)
     _swap(k_norm, k_forward, undo)
-    _mark(attention, undo)
-
-
-def _mark(attention: nn.Module, undo: list) -> None:
-    attention.__dict__[_KEY] = True
-    undo.append(partial(attention.__dict__.pop, _KEY))
 
 
 @torch.no_grad()
