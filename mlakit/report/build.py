@@ -215,27 +215,20 @@ def environment_rows(folder: Path) -> list[dict]:
     """The environment of the measurements, by allow-list: versions and device names only."""
     record = store.show_run(store.report_run(folder, "timing"))
     env = record.get("environment") or {}
-    rows = [{"what": "mlakit", "version": __version__}]
-    rows.append({"what": "python", "version": env.get("python", platform.python_version())})
-    eps = sorted({str(cell["eps"]) for cell in record["cells"]})
-    rows.append({"what": "eps", "version": ", ".join(eps)})
-    for switch in switches.read_all():
-        if switch.origin == "env":
-            rows.append({"what": switch.name, "version": f"{switch.value!r} (environment)"})
-    rows.append({"what": "every other switch", "version": "not set: its default"})
+    rows = [("what", "version"), ("mlakit", __version__)]
+    rows.append(("python", env.get("python", platform.python_version())))
+    rows.append(("eps", ", ".join(sorted({str(cell["eps"]) for cell in record["cells"]}))))
+    told = [s for s in switches.read_all() if s.origin == "env"]
+    rows += [(s.name, f"{s.value!r} (environment)") for s in told]
+    rows.append(("every other switch", "not set: its default"))
     for name, device in env.get("devices", {}).items():
         # an AMD card is cuda:0 to torch
         name = name.replace("cuda:", "GPU ")
-        rows.append({"what": name, "version": f"{device['device']} ({device['arch_raw']})"})
-        rows += [
-            {"what": f"{name}: {what}", "version": device[key]}
-            for what, key in (("torch", "torch"), ("triton", "triton"), ("driver", "driver"))
-            if device.get(key)
-        ]
-        rows.append(
-            {"what": "source revision", "version": device.get("git_sha") or "not a checkout"}
-        )
-    return rows
+        rows.append((name, f"{device['device']} ({device['arch_raw']})"))
+        known = [what for what in ("torch", "triton", "driver") if device.get(what)]
+        rows += [(f"{name}: {what}", device[what]) for what in known]
+        rows.append(("source revision", device.get("git_sha") or "not a checkout"))
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
 def _footer(options: Options) -> str:
@@ -292,7 +285,10 @@ def _write_index(report: Report, summary: dict, unjudged: pd.DataFrame, footer: 
     tables = {
         "unjudged": (unjudged if len(unjudged) else all_judged, "Cells without a figure"),
         "pages": (pd.DataFrame(pages, dtype=object), "A page per notebook run"),
-        "environment": (pd.DataFrame(environment_rows(report.folder)), "Versions and devices"),
+        "environment": (
+            pd.DataFrame(environment_rows(report.folder), columns=["what", "version"]),
+            "Versions and devices",
+        ),
     }
     page.write(
         report.index,

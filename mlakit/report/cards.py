@@ -81,21 +81,17 @@ def modelled_paths(arch: str, widths: Widths, dtype: str = "bf16") -> list[str]:
     return [p.name for p in here if p.supports(context) is None]
 
 
-def best_two(names: list[str]) -> list[str]:
-    """The fused path and the unfused one to draw: the first of each that is there."""
-    fused = [n for n in names if n in launches.ONE_LAUNCH]
-    pairs = [n for n in (*launches.ROW_PAIRS, "inductor") if n in names]
-    return [*fused[:1], *pairs[:1]]
-
-
 def error_words(arch: str, path: str) -> str:
     """The model's error for one path on one arch, in words."""
     return latency.error_words(*latency.known_error(arch, path)[:2])
 
 
 def bars(arch: str, parts: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """Rows of ``latency.breakdown`` of the two paths to draw, each with its error beside it."""
-    some = parts[parts["path"].isin(best_two(names))]
+    """Rows of ``latency.breakdown`` of the first fused and the first unfused path, each with its
+    error beside it."""
+    fused = [n for n in names if n in launches.ONE_LAUNCH]
+    pairs = [n for n in (*launches.ROW_PAIRS, "inductor") if n in names]
+    some = parts[parts["path"].isin([*fused[:1], *pairs[:1]])]
     return some.assign(path=[f"{p} ({error_words(arch, p)})" for p in some["path"]])
 
 

@@ -250,7 +250,7 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
             result.broken.append(f"{name}: {other.status}, {other.reason}")
         elif other.status != "ok" or not all(p is not None for p in pair):
             result.missing.append(f"{name}: {other.reason or 'no samples'}")
-        elif _fell_back(row.path_ran, other.path_ran):
+        elif row.path_ran != other.path_ran:
             result.missing.append(f"{name}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
             found.append((cell, row.cell_id, *pair, _doubt(pair, row, other)))
@@ -266,11 +266,6 @@ def _doubt(pair: list, *rows) -> str:
     host_timed = rows[0].name[KEY.index("clock")] in ("cpu", "eager")
     busy = "foreign-process" in flags or (host_timed and "busy-host" in flags)
     return " (the machine was busy)" if busy else ""
-
-
-def _fell_back(a: object, b: object) -> bool:
-    """Whether one of two rows of a path ran something else than the other."""
-    return isinstance(a, str) and isinstance(b, str) and a != b
 
 
 def _differences(a: Source, b: Source) -> list[str]:
@@ -311,22 +306,11 @@ def _verdicts(found: list[tuple], smallest: float) -> tuple[float, list[Change]]
     changes = []
     for i, (cell, _, (a_us, _), (b_us, _), doubt) in enumerate(found):
         verdict = _verdict(main[:, i], other[:, i], plain[i, 0], p_holm[i], smallest)
-        lo, ratio, hi = np.exp(main[0, i] + np.array([-Z95, 0, Z95]) * main[1, i])
-        changes.append(
-            Change(
-                cell=cell,
-                path=cell["path_requested"],
-                a_us=float(np.median(a_us)),
-                b_us=float(np.median(b_us)),
-                ratio=float(ratio),
-                lo=float(lo),
-                hi=float(hi),
-                view="copy" if by_copy[i] else "session",
-                p_holm=float(p_holm[i]),
-                verdict="uncertain" if doubt else verdict,
-                note=doubt,
-            )
-        )
+        ratio, lo, hi = map(float, np.exp(main[0, i] + np.array([0, -Z95, Z95]) * main[1, i]))
+        before, after = float(np.median(a_us)), float(np.median(b_us))
+        told: dict = {"view": "copy" if by_copy[i] else "session", "p_holm": float(p_holm[i])}
+        told |= {"verdict": "uncertain" if doubt else verdict, "note": doubt}
+        changes.append(Change(cell, cell["path_requested"], before, after, ratio, lo, hi, **told))
     return math.expm1(shift), changes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 
 from mlakit.archs import check
@@ -132,36 +132,19 @@ def expand(*, preset: str | None = None, **given) -> list[Cell]:
                 f"clock {clock!r} does not exist on {', '.join(archs)}: "
                 "the CPU has 'cpu', a GPU has 'graph', 'kernel' and 'eager'"
             )
-    cells = [
-        Cell(
-            arch=arch,
-            m=m,
-            q_lora_rank=widths.q_lora_rank,
-            kv_lora_rank=widths.kv_lora_rank,
-            qk_rope_head_dim=widths.qk_rope_head_dim,
-            paths=tuple(dict.fromkeys(v["paths"])) or _paths(quant),
-            model=name,
-            dtype=dtype,
-            quant=quant,
-            layout=layout,
-            clock=clock,
-            cache=cache,
-            eps=eps,
-            seed=v["seed"],
-            budget_s=float(v["budget_s"]),
-        )
-        for arch in archs
-        for (name, widths, eps), dtype, quant, layout, clock, cache, m in product(
-            _shapes(v["models"], v["hidden"]),
-            v["dtypes"],
-            v["quants"],
-            v["layouts"],
-            _clocks(arch, v["clocks"]),
-            v["caches"],
-            map(whole, v["batches"]),
-        )
-    ]
-    return list({cell.id: cell for cell in cells}.values())
+    same = {"seed": v["seed"], "budget_s": float(v["budget_s"])}
+    axes = {"dtype": v["dtypes"], "quant": v["quants"], "layout": v["layouts"], "clock": (),
+            "cache": v["caches"], "m": [whole(m) for m in v["batches"]]}  # fmt: skip
+    shapes, cells = _shapes(v["models"], v["hidden"]), {}
+    for arch in archs:
+        axes["clock"] = _clocks(arch, v["clocks"])
+        for (name, widths, eps), *values in product(shapes, *axes.values()):
+            point: dict = dict(zip(axes, values, strict=True))
+            paths = tuple(dict.fromkeys(v["paths"])) or _paths(point["quant"])
+            about = {"paths": paths, "model": name, "eps": eps, **same, **asdict(widths)}
+            cell = Cell(arch=arch, **point, **about)
+            cells[cell.id] = cell
+    return list(cells.values())
 
 
 def accuracy_cells(cells: Iterable[Cell]) -> list[Cell]:

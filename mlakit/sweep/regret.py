@@ -46,18 +46,12 @@ class Regret:
 def context_of(cell: dict) -> Context:
     """The context in which a timing row's call was made."""
     arch, dtype, quant = cell["arch"], cell["dtype"], cell["quant"]
+    sizes: dict = {c: int(cell[c]) for c in ("m", "q_lora_rank", "kv_lora_rank")}
     return Context(
-        arch=arch,
-        m=int(cell["m"]),
-        q_lora_rank=int(cell["q_lora_rank"]),
-        kv_lora_rank=int(cell["kv_lora_rank"]),
-        dtype=dtype,
-        norm_weight_dtype=dtype,
-        weight_dtype=weight_dtype_for(arch, dtype, quant),
-        block_scale=quant != "fp8_token",
-        quant=quant,
+        arch, **sizes, dtype=dtype, norm_weight_dtype=dtype, quant=quant,
+        weight_dtype=weight_dtype_for(arch, dtype, quant), block_scale=quant != "fp8_token",
         capture=cell["clock"] == "graph",
-    )
+    )  # fmt: skip
 
 
 def cell_regrets(frame: pd.DataFrame, policy: str) -> pd.DataFrame:

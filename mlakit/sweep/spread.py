@@ -20,29 +20,10 @@ from mlakit import locks
 from mlakit.archs import vendor_of
 from mlakit.errors import MisuseError
 from mlakit.records import Cell
-from mlakit.sweep import store
-from mlakit.sweep.run import (
-    Progress,
-    SweepSummary,
-    count_in,
-    finish,
-    longest_first,
-    missing_jobs,
-    open_sweep,
-    set_aside,
-    settle_environment,
-)
-from mlakit.sweep.worker import (
-    FUNCTIONS,
-    START_S,
-    WarmDevice,
-    Worker,
-    devices_of,
-    difference,
-    here,
-    share_of_cores,
-    write_fault,
-)
+from mlakit.sweep import run as sweeping
+from mlakit.sweep import store, worker
+from mlakit.sweep.run import Progress, SweepSummary
+from mlakit.sweep.worker import Worker, devices_of
 
 
 def local_cluster(archs: Sequence[str] | None = None):
@@ -60,7 +41,7 @@ def local_cluster(archs: Sequence[str] | None = None):
         probe.stop()
         archs = [d["arch"] for d in probe.environment["devices"].values()]
     # dask would give each worker one thread, and figures of a CPU would be another machine's
-    threads = share_of_cores(len(archs) - archs.count("cpu"))
+    threads = worker.share_of_cores(len(archs) - archs.count("cpu"))
     workers: dict = {}
     seen: dict[str, int] = {}
     for number, arch in enumerate(archs):
@@ -122,21 +103,21 @@ def over_dask(
             raise MisuseError(f"no dask scheduler at {scheduler}: {error}") from None
         stack.enter_context(client)
         env = _cluster_environment(client)
-        opened = open_sweep(cells, run_dir, measure, resume, spec, time_limit_s)
+        opened = sweeping.open_sweep(cells, run_dir, measure, resume, spec, time_limit_s)
         run, limit_s = stack.enter_context(opened)
-        settle_environment(run, env, force)
-        missing, summary = missing_jobs(run, retry)
-        set_aside(run, missing)
+        sweeping.settle_environment(run, env, force)
+        missing, summary = sweeping.missing_jobs(run, retry)
+        sweeping.set_aside(run, missing)
         summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
-        every = FUNCTIONS | (functions or {})
+        every = worker.FUNCTIONS | (functions or {})
         queues: dict[str, deque] = {}
-        for kind, cell in longest_first(missing):
+        for kind, cell in sweeping.longest_first(missing):
             if devices_of(cell.arch, env):
                 queues.setdefault(cell.arch, deque()).append((kind, cell))
                 continue
-            reason = f"no dask worker offers {cell.arch} (offered: {', '.join(here(env))})"
-            statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
-            count_in(summary, progress, cell, {"statuses": statuses})
+            reason = f"no dask worker offers {cell.arch} (offered: {', '.join(worker.here(env))})"
+            statuses = worker.write_fault(run_dir, kind, cell, env, "skipped", reason)
+            sweeping.count_in(summary, progress, cell, {"statuses": statuses})
 
         def submit(kind: str, cell: Cell):
             arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], limit_s)
@@ -148,10 +129,10 @@ def over_dask(
                 reply = future.result()
             except distributed.KilledWorker:
                 reason = "every dask worker that took this cell died"
-                reply = {"statuses": write_fault(run_dir, kind, cell, env, "killed", reason)}
-            count_in(summary, progress, cell, reply)
+                reply = {"statuses": worker.write_fault(run_dir, kind, cell, env, "killed", reason)}
+            sweeping.count_in(summary, progress, cell, reply)
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
-        return finish(run, summary, begun)
+        return sweeping.finish(run, summary, begun)
 
 
 def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterator[tuple]:
@@ -194,7 +175,7 @@ def _cluster_environment(client) -> dict:
             if not devices_of(arch, env):
                 continue
             only = _only(arch, env)
-            differs = arch in offered and difference(offered[arch], only)
+            differs = arch in offered and worker.difference(offered[arch], only)
             if differs:
                 raise MisuseError(
                     f"the dask workers of {arch} are not alike: {differs}; sweep them apart"
@@ -216,14 +197,14 @@ def _only(arch: str, env: dict) -> dict:
 
 # ---- inside a dask worker
 
-_STARTED: list[tuple[WarmDevice, dict]] = []
+_STARTED: list[tuple[worker.WarmDevice, dict]] = []
 
 
 def _environment() -> dict:
     """The environment of this dask worker's device; starts its warm child, keeps torch out."""
     if not _STARTED:
-        worker = Worker()
-        _STARTED.append((WarmDevice("", worker=worker), worker.environment))
+        child = Worker()
+        _STARTED.append((worker.WarmDevice("", worker=child), child.environment))
     return _STARTED[0][1]
 
 
@@ -237,11 +218,11 @@ def _run_cell(
     """
     cell, folder = Cell.from_json(cell_json), Path(run_dir)
     env = _environment()
-    differs = difference(_only(cell.arch, run_env), _only(cell.arch, env))
+    differs = worker.difference(_only(cell.arch, run_env), _only(cell.arch, env))
     if differs:
         raise MisuseError(f"a dask worker of {cell.arch} is not like the run: {differs}")
     reply: dict = {"statuses": []}
-    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + START_S):
+    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + worker.START_S):
         if not store.is_done(folder, kind, cell.id):
             device, _ = _STARTED[0]
             device.name = devices_of(cell.arch, env)[0]

@@ -94,12 +94,8 @@ class _Process(ctypes.Structure):
 
 def conditions(found: Device | None) -> dict[str, object]:
     """``clocks`` (text), ``temp_c``, ``power_w``, ``throttle`` now; what cannot be read says so."""
-    state: dict[str, object] = {
-        "clocks": NOT_READABLE,
-        "temp_c": None,
-        "power_w": None,
-        "throttle": NOT_READABLE,
-    }
+    state: dict[str, object] = {"clocks": NOT_READABLE, "throttle": NOT_READABLE}
+    state |= {"temp_c": None, "power_w": None}
     if found is None:
         mhz = [float(v) for k, v in cpuinfo() if k == "cpu MHz"]
         return state | ({"clocks": f"{sum(mhz) / len(mhz):.0f} MHz"} if mhz else {})

@@ -85,7 +85,7 @@ def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, m
     arguments = (str(tmp_path), "timing", cell.to_json(), env, "doubles:slow")
     try:
         with spread._claim(tmp_path / "claims" / f"timing-{cell.id}", 1.0):
-            monkeypatch.setattr(spread, "START_S", 0.2)
+            monkeypatch.setattr(spread.worker, "START_S", 0.2)
             with pytest.raises(TimeoutError, match="claimed elsewhere"):
                 spread._run_cell(*arguments, 0.2)
         assert spread._run_cell(*arguments, 20.0)["statuses"] == ["ok"]
