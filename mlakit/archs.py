@@ -29,20 +29,18 @@ class Arch:
     bf16_convert: str
 
 
+_FIGURES = {
+    "compute_units": int, "lds_kib": int, "l2_mib": float, "llc_mib": float, "hbm_gbps": float,
+}  # fmt: skip
+
+
 def _arch(r: dict) -> Arch:
     return Arch(
-        name=r["arch"],
-        product=r["product"],
-        vendor=r["vendor"],
-        compute_units=maybe(int, r["compute_units"]),
-        lds_kib=maybe(int, r["lds_kib"]),
-        l2_mib=maybe(float, r["l2_mib"]),
-        llc_mib=maybe(float, r["llc_mib"]),
-        hbm_gbps=maybe(float, r["hbm_gbps"]),
-        fp8_format=r["fp8_format"] or None,
-        mxfp4_native=r["mxfp4_native"] == "yes",
+        name=r["arch"], product=r["product"], vendor=r["vendor"],
+        **{name: maybe(kind, r[name]) for name, kind in _FIGURES.items()},
+        fp8_format=r["fp8_format"] or None, mxfp4_native=r["mxfp4_native"] == "yes",
         bf16_convert=r["bf16_convert"],
-    )
+    )  # fmt: skip
 
 
 @cache

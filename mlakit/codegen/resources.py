@@ -44,10 +44,7 @@ class Resources:
     arch: str
     vgprs: int
     """AMD: vector registers with AGPRs; NVIDIA: registers a thread"""
-    agprs: int
-    sgprs: int | None
     vgpr_spills: int
-    sgpr_spills: int
     scratch_bytes: int
     lds_bytes: int
     warps: int
@@ -62,6 +59,9 @@ class Resources:
     bf16_convert: str
     instructions: int
     code_bytes: int
+    agprs: int = 0
+    sgprs: int | None = None
+    sgpr_spills: int = 0
     evidence: str = "compiled"
 
     @property
@@ -103,17 +103,12 @@ def resources(compiled: Compiled) -> Resources:
     lines = [line for line in isa(compiled) if not line.endswith(":")]
     warps = compiled.metadata["num_warps"]
     own = _amd(compiled, lines) if compiled.amd else _nvidia(compiled, lines)
-    waves, limit = occupancy(
-        compiled.arch, own["vgprs"], own["lds_bytes"], warps, own["sgprs"] or 0
-    )
+    limits = own["vgprs"], own["lds_bytes"], warps, own.get("sgprs", 0)
+    waves, limit = occupancy(compiled.arch, *limits)
     return Resources(
-        arch=compiled.arch,
-        warps=warps,
-        waves_per_simd=waves,
-        limited_by=limit,
-        instructions=len(lines),
-        **own,
-    )
+        compiled.arch, warps=warps, waves_per_simd=waves, limited_by=limit,
+        instructions=len(lines), **own,
+    )  # fmt: skip
 
 
 def _note(text: str, name: str) -> int:
@@ -245,10 +240,7 @@ def _nvidia(compiled: Compiled, lines: list[str]) -> dict:
     )
     return dict(
         vgprs=registers,
-        agprs=0,
-        sgprs=None,
         vgpr_spills=frame // 4,
-        sgpr_spills=0,
         scratch_bytes=frame,
         lds_bytes=compiled.metadata.get("shared", 0),
         loads=loads,

@@ -105,64 +105,36 @@ def measured(c: Context) -> Choice:
 
 
 _SGL = "sglang {} from PyPI: deepseek_common/attention_forward_methods/{}, models/deepseek_v2.py"
-
-
-def _sglang(name: str, text: str, source: str, release: engines.Sglang) -> Policy:
-    return Policy(name, text, source, partial(engines.sglang, release))
-
-
+_SGLANG = (
+    ("sglang_0_5_10_post1", "2026-04-08: MXFP4 and FP8 fused on gfx95; BF16 is split on every card",
+     _SGL.format("0.5.10.post1", "forward_mla.py"), engines.SGLANG_0_5_10_POST1),
+    ("sglang_pr23186_before",
+     "the gate that pull request 23186 says it removes; no release held it",
+     "https://github.com/sgl-project/sglang/pull/23186", engines.SGLANG_PR23186_BEFORE),
+    ("sglang_0_5_11",
+     "2026-05-07: BF16 fused with AITER on every AMD card; needs AITER v0.1.12 or v0.1.13",
+     _SGL.format("0.5.11", "forward_mla.py"), engines.SGLANG_0_5_11),
+    ("sglang_0_5_12",
+     "to 0.5.15: both AITER generations; a second-stream switch on ROCm bypasses all fusion",
+     _SGL.format("0.5.12 and 0.5.15", "forward_mla.py"), engines.SGLANG_0_5_12),
+    ("sglang_0_5_23", "ROCm has a file of its own: per-channel FP8 goes to BF16 fused",
+     _SGL.format("0.5.23", "forward_mla_rocm.py, forward_mla.py"), engines.SGLANG_0_5_23),
+)  # fmt: skip
 _ALL = (
-    Policy("mlakit", "ours: the fastest measured path that can run here", "mlakit", measured),
+    Policy("mlakit", "ours: the fastest path that can run here, by measurement, else by the model",
+           "mlakit", measured),
     Policy("torch_only", "PyTorch's F.rms_norm, twice", "mlakit", torch_only),
-    _sglang(
-        "sglang_0_5_10_post1",
-        "2026-04-08: MXFP4 and FP8 fused on gfx95; BF16 is split on every card",
-        _SGL.format("0.5.10.post1", "forward_mla.py"),
-        engines.SGLANG_0_5_10_POST1,
-    ),
-    _sglang(
-        "sglang_pr23186_before",
-        "the gate that pull request 23186 says it removes; no release held it",
-        "https://github.com/sgl-project/sglang/pull/23186",
-        engines.SGLANG_PR23186_BEFORE,
-    ),
-    _sglang(
-        "sglang_0_5_11",
-        "2026-05-07: BF16 fused with AITER on every AMD card; needs AITER v0.1.12 or v0.1.13",
-        _SGL.format("0.5.11", "forward_mla.py"),
-        engines.SGLANG_0_5_11,
-    ),
-    _sglang(
-        "sglang_0_5_12",
-        "to 0.5.15: both AITER generations; a second-stream switch on ROCm bypasses all fusion",
-        _SGL.format("0.5.12 and 0.5.15", "forward_mla.py"),
-        engines.SGLANG_0_5_12,
-    ),
-    _sglang(
-        "sglang_0_5_23",
-        "ROCm has a file of its own: per-channel FP8 goes to BF16 fused",
-        _SGL.format("0.5.23", "forward_mla_rocm.py, forward_mla.py"),
-        engines.SGLANG_0_5_23,
-    ),
-    Policy(
-        "vllm_compile",
-        "0.33.0: a compile pass that matches the two RMSNorms of one split, whatever reads q",
-        "vllm 0.33.0 from PyPI: compilation/passes/fusion/rocm_aiter_fusion.py, _aiter_ops.py",
-        engines.vllm_compile,
-    ),
-    Policy(
-        "vllm_eager",
-        "0.33.0 without compilation: no pass",
-        "vllm 0.33.0 from PyPI: models/kimi_k3/amd/mla.py; pull request 52494",
-        engines.vllm_eager,
-    ),
-    Policy(
-        "atom",
-        "weight dtype and two switches; never the arch",
-        "https://github.com/ROCm/ATOM as of 2026-08-22",
-        engines.atom,
-    ),
-)
+    *(Policy(*row, partial(engines.sglang, release)) for *row, release in _SGLANG),
+    Policy("vllm_compile",
+           "0.33.0: a compile pass that matches the two RMSNorms of one split, whatever reads q",
+           "vllm 0.33.0 from PyPI: compilation/passes/fusion/rocm_aiter_fusion.py, _aiter_ops.py",
+           engines.vllm_compile),
+    Policy("vllm_eager", "0.33.0 without compilation: no pass",
+           "vllm 0.33.0 from PyPI: models/kimi_k3/amd/mla.py; pull request 52494",
+           engines.vllm_eager),
+    Policy("atom", "weight dtype and two switches; never the arch",
+           "https://github.com/ROCm/ATOM as of 2026-08-22", engines.atom),
+)  # fmt: skip
 POLICIES: dict[str, Policy] = {p.name: p for p in _ALL}
 
 ALIASES = {

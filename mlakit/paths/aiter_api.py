@@ -231,20 +231,10 @@ def _pair(function: Callable) -> Callable:
 def _unified(function: Callable, no_quant: object) -> Callable:
     def call(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out):
         function(
-            q_out_quantized=q_out,
-            q_out_scale=None,
-            q=q,
-            q_weight=q_weight,
-            q_epsilon=q_eps,
-            q_out_unquantized=None,
-            k_out=k_out,
-            q_res_out=None,
-            k=k,
-            k_weight=k_weight,
-            k_epsilon=k_eps,
-            q_residual=None,
-            quant_type=no_quant,
-        )
+            q_out_quantized=q_out, q_out_scale=None, q_out_unquantized=None, k_out=k_out,
+            q_res_out=None, q_residual=None, quant_type=no_quant,
+            q=q, q_weight=q_weight, q_epsilon=q_eps, k=k, k_weight=k_weight, k_epsilon=k_eps,
+        )  # fmt: skip
         return q_out, k_out
 
     return call

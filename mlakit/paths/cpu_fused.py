@@ -281,22 +281,12 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     if m == 0:
         return result
     block = _ARGUMENTS.pack(
-        q_rows.data_ptr(),
-        q_rows.stride(0),
-        q_weight.data_ptr(),
-        q_out.data_ptr(),
-        q_out.stride(0),
-        q_width,
-        k_rows.data_ptr(),
-        k_rows.stride(0),
-        k_weight.data_ptr(),
-        k_out.data_ptr(),
-        k_out.stride(0),
-        k_width,
-        m,
-        q_eps,
-        k_eps,
-    )
+        q_rows.data_ptr(), q_rows.stride(0), q_weight.data_ptr(),
+        q_out.data_ptr(), q_out.stride(0), q_width,
+        k_rows.data_ptr(), k_rows.stride(0), k_weight.data_ptr(),
+        k_out.data_ptr(), k_out.stride(0), k_width,
+        m, q_eps, k_eps,
+    )  # fmt: skip
     run, address, _ = _kernel(q.dtype, q_weight.dtype)
     threads = min(m * (q_width + k_width) // ELEMENTS_PER_THREAD, m)
     if threads > 1 and (threads := min(threads, torch.get_num_threads())) > 1:

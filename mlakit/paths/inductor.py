@@ -72,19 +72,10 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     if not q.numel() and not k.numel():
         return out or (q.new_empty(q.shape), k.new_empty(k.shape))
     kind = (
-        min(q.shape[0], 2) if q.ndim == 2 else q.shape,
-        q.dtype,
-        q_weight.dtype,
-        k_weight.dtype,
-        q_eps,
-        k_eps,
-        q.device,
-        q.stride(),
-        k.stride(),
-        q_weight.shape,
-        k_weight.shape,
-        len(out),
-    )
+        min(q.shape[0], 2) if q.ndim == 2 else q.shape, q.stride(), q.dtype, q.device,
+        k.stride(), q_weight.shape, q_weight.dtype, k_weight.shape, k_weight.dtype,
+        q_eps, k_eps, len(out),
+    )  # fmt: skip
     run = _compiled.get(kind)
     if run is None:
         run = _compiled[kind] = _compile(args, out)

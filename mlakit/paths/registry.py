@@ -11,29 +11,14 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import unknown
 
-MODULES = (
-    "torch_native",
-    "torch_rms_norm",
-    "torch_rms_norm_copied",
-    "inductor",
-    "dual_stream",
-    "cpu_fused",
-    "triton_fused",
-    "aiter_fused",
-    "liger_rms_norm",
-    "quack_rms_norm",
-    "flashinfer_rms_norm",
-    "torch_fp8_group128",
-    "unfused_fp8_group128",
-    "triton_fp8_group128",
-    "aiter_fp8_group128",
-    "torch_fp8_token",
-    "unfused_fp8_token",
-    "triton_fp8_token",
-    "torch_mxfp4",
-    "unfused_mxfp4",
-    "triton_mxfp4",
-    "aiter_mxfp4",
+MODULES = tuple(
+    (
+        "torch_native torch_rms_norm torch_rms_norm_copied inductor dual_stream cpu_fused "
+        "triton_fused aiter_fused liger_rms_norm quack_rms_norm flashinfer_rms_norm "
+        "torch_fp8_group128 unfused_fp8_group128 triton_fp8_group128 aiter_fp8_group128 "
+        "torch_fp8_token unfused_fp8_token triton_fp8_token "
+        "torch_mxfp4 unfused_mxfp4 triton_mxfp4 aiter_mxfp4"
+    ).split()
 )
 """One module of ``mlakit.paths`` a path; the order is the order of tables."""
 

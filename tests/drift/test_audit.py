@@ -1,5 +1,6 @@
 """The audit catches every known-bad kernel and passes the good ones."""
 
+import sys
 import types
 
 import pytest
@@ -145,41 +146,18 @@ def test_cpu_paths_have_no_failures():
 
 def test_all_generations_of_aiter_are_taken():
     def later(
-        q_out_quantized,
-        q_out_scale,
-        q,
-        q_weight,
-        q_epsilon,
-        q_out_unquantized=None,
-        k_out=None,
-        k=None,
-        k_weight=None,
-        k_epsilon=None,
-        *,
-        quant_type,
-    ):
+        q_out_quantized, q_out_scale, q, q_weight, q_epsilon, q_out_unquantized=None, k_out=None,
+        k=None, k_weight=None, k_epsilon=None, *, quant_type,
+    ):  # fmt: skip
         assert quant_type == "none at all"
         q_new, k_new = round_once(q, q_weight, q_epsilon, k, k_weight, k_epsilon)
         q_out_quantized.copy_(q_new)
         k_out.copy_(k_new)
 
     def private(q_out, q, q_weight, q_eps, k_out, k, k_weight, k_eps):
-        later(
-            q_out,
-            None,
-            q,
-            q_weight,
-            q_eps,
-            None,
-            k_out,
-            k,
-            k_weight,
-            k_eps,
-            quant_type="none at all",
-        )
+        later(q_out, None, q, q_weight, q_eps, None, k_out, k, k_weight, k_eps,
+              quant_type="none at all")  # fmt: skip
         return q_out, k_out
-
-    import sys
 
     module = sys.modules[later.__module__]
     module.QuantType = types.SimpleNamespace(No="none at all")
