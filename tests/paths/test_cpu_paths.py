@@ -9,6 +9,7 @@ import torch
 from mlakit import inputs
 from mlakit.context import Context
 from mlakit.dispatch import probe
+from mlakit.drift.ulp import ulps
 from mlakit.errors import MisuseError
 from mlakit.paths import registry
 from mlakit.rounding import ROUNDINGS, oracle, round_to
@@ -28,17 +29,6 @@ def path(request):
         yield found
 
 
-def ulps(y, reference):
-    """Distance in steps of y's format; a NaN against a NaN is 0, against a number infinite."""
-    kind = torch.int32 if y.dtype == torch.float32 else torch.int16
-    a, b = (t.contiguous().view(kind).long() for t in (y, reference))
-    a, b = (torch.where(t < 0, torch.iinfo(kind).min - t, t) for t in (a, b))
-    far = (a - b).abs().double()
-    far[y.isnan() & reference.isnan()] = 0
-    far[y.isnan() != reference.isnan()] = math.inf
-    return far
-
-
 def assert_rounded_once(result, made):
     """At least 99.99 % equal to the once-rounded oracle and never over 1 ulp.
 
@@ -46,14 +36,10 @@ def assert_rounded_once(result, made):
     a tie to fall on the other side; float32 itself gathers its own operations' roundings.
     """
     far = []
-    for y, x, weight, eps in (
-        (result[0], made.q, made.q_weight, made.q_eps),
-        (result[1], made.k, made.k_weight, made.k_eps),
-    ):
-        assert y.shape == x.shape
-        assert y.dtype == x.dtype
+    for y, (x, weight, eps) in zip(result, (made.args[:3], made.args[3:]), strict=True):
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert y.is_contiguous()
-        far.append(ulps(y, round_to(oracle(x, weight, eps), x.dtype)).flatten())
+        far.append(ulps(y, oracle(x, weight, eps)).abs().flatten())
     far = torch.cat(far)
     if not far.numel():
         return
@@ -189,46 +175,30 @@ def test_odd_layouts_are_served_or_refused_by_name(path):
     torch.testing.assert_close(got.double(), oracle(turned, torch.ones(8), 1e-6), rtol=1e-6, atol=0)
 
 
-def bad(**changes):
+def misuses():
+    """(what is wrong, what is said of it) of a call of q 8 and k 4 wide in a row of 16."""
     made = inputs.make(4, Widths(8, 4, 4), "fp32")
+    buffer, fresh = made.buffer, (torch.zeros(4, 8), torch.zeros(4, 4))
+    yield {"k": buffer[:3, 8:12]}, "same tokens"
+    yield {"k": buffer[:, 8:12].double()}, "one dtype"
+    integers = {"q": buffer[:, :8].int(), "k": buffer[:, 8:12].int()}
+    yield integers, "give bfloat16, float16 or float32"
+    yield {"k_weight": torch.ones(3)}, r"k's weight has shape \(3,\)"
+    yield {"q_eps": None}, "q's eps is None"
+    yield {"k_eps": -1e-6}, "k's eps is -1e-06"
+    yield {"q": buffer[:, :8], "out": (buffer[:, :8], fresh[1])}, r"out\[0\] overlaps q "
+    over_k = {"k": buffer[:, 8:12], "out": (fresh[0], buffer[:, 9:13])}
+    yield over_k, r"out\[1\] overlaps k "
+    yield {"out": (fresh[0], fresh[0][:, 2:6])}, r"out\[1\] overlaps out\[0\]"
+    yield {"out": (fresh[1], fresh[1])}, r"out\[0\] is \(4, 4\)"
+    yield {"out": fresh[0]}, "tuple of two"
+
+
+@pytest.mark.parametrize(("change", "says"), list(misuses()), ids=lambda x: x if type(x) is str else "")
+def test_misuse_is_refused_in_one_line(path, change, says):
     names = ("q", "q_weight", "q_eps", "k", "k_weight", "k_eps")
-    arguments = dict(zip(names, made.args, strict=True))
-    buffer = made.buffer
-    fresh = torch.zeros(4, 8), torch.zeros(4, 4)
-    special = {
-        "other rows": {"k": buffer[:3, 8:12]},
-        "other dtype": {"k": buffer[:, 8:12].double()},
-        "integers": {"q": buffer[:, :8].int(), "k": buffer[:, 8:12].int()},
-        "short weight": {"k_weight": torch.ones(3)},
-        "no eps": {"q_eps": None},
-        "negative eps": {"k_eps": -1e-6},
-        "out is q": {"out": (made.q, fresh[1])},
-        "out in the fused buffer": {"out": (fresh[0], buffer[:, 9:13])},
-        "out twice": {"out": (fresh[0], fresh[0][:, 2:6])},
-        "out of another shape": {"out": (fresh[1], fresh[1])},
-        "out alone": {"out": fresh[0]},
-    }
-    return arguments | special[changes["case"]]
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("other rows", "same tokens"),
-        ("other dtype", "one dtype"),
-        ("integers", "give bfloat16, float16 or float32"),
-        ("short weight", r"k's weight has shape \(3,\)"),
-        ("no eps", "q's eps is None"),
-        ("negative eps", "k's eps is -1e-06"),
-        ("out is q", r"out\[0\] overlaps q "),
-        ("out in the fused buffer", r"out\[1\] overlaps k "),
-        ("out twice", r"out\[1\] overlaps out\[0\]"),
-        ("out of another shape", r"out\[0\] is \(4, 4\)"),
-        ("out alone", "tuple of two"),
-    ],
-)
-def test_misuse_is_refused_in_one_line(path, case, says):
-    arguments = bad(case=case)
+    made = inputs.make(4, Widths(8, 4, 4), "fp32")
+    arguments = dict(zip(names, made.args, strict=True)) | change
     before = [t.clone() for t in arguments.values() if isinstance(t, torch.Tensor)]
     with pytest.raises(MisuseError, match=says) as caught:
         path.call(**arguments)
@@ -279,38 +249,30 @@ def test_supports_says_why_not(name, context, says):
 
 
 def test_dual_stream_on_a_cpu_says_so():
-    made = inputs.make(2, Widths(8, 4))
     with pytest.raises(MisuseError, match="second stream"):
-        registry.get("dual_stream").call(*made.args)
+        registry.get("dual_stream").call(*inputs.make(2, Widths(8, 4)).args)
 
 
-def test_a_sweep_over_m_compiles_once():
-    path = registry.get("inductor")
-    refused = path.supports(Context(packages=probe.packages()))
-    if refused:
-        pytest.skip(refused)
-    from torch._dynamo.utils import counters
+def graphs():
+    """How many graphs dynamo has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
+
+@pytest.mark.parametrize("path", ["inductor"], indirect=True)
+def test_a_sweep_over_m_compiles_once(path):
     widths = Widths(48, 16)
-    with torch.no_grad():
-        path.call(*inputs.make(2, widths).args)
-        compiled = counters["stats"]["unique_graphs"]
-        for m, seed in itertools.product((2, 3, 17, 255, 600), (0, 1)):
-            made = inputs.make(m, widths, seed=seed)
-            assert_rounded_once(path.call(*made.args), made)
-    assert counters["stats"]["unique_graphs"] == compiled
+    path.call(*inputs.make(2, widths).args)
+    compiled = graphs()
+    for m, seed in itertools.product((2, 3, 17, 255, 600), (0, 1)):
+        made = inputs.make(m, widths, seed=seed)
+        assert_rounded_once(path.call(*made.args), made)
+    assert graphs() == compiled
 
 
-def test_many_widths_never_end_in_eager_execution():
+@pytest.mark.parametrize("path", ["inductor"], indirect=True)
+def test_many_widths_never_end_in_eager_execution(path):
     """dynamo gives up after eight recompilations of one code object; each kind has its own."""
-    path = registry.get("inductor")
-    refused = path.supports(Context(packages=probe.packages()))
-    if refused:
-        pytest.skip(refused)
-    from torch._dynamo.utils import counters
-
-    start = counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        for width in range(8, 17):
-            path.call(*inputs.make(1, Widths(width, 4)).args)
-    assert counters["stats"]["unique_graphs"] == start + 9
+    start = graphs()
+    for width in range(8, 17):
+        path.call(*inputs.make(1, Widths(width, 4)).args)
+    assert graphs() == start + 9
