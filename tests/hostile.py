@@ -1,5 +1,6 @@
 """Surroundings as cron, a container or a full disk make them."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -39,3 +40,14 @@ def read_only(folder: Path) -> str:
 def mlakit(*arguments: object) -> list[str]:
     """The command line without relying on PATH."""
     return [sys.executable, "-m", "mlakit.cli", *map(str, arguments)]
+
+
+def notebook(folder: Path, *cells: str) -> Path:
+    """A notebook of one parameters cell and ``cells``."""
+    cell = {"cell_type": "code", "execution_count": None, "outputs": []}
+    first = {"source": "arch = 'cpu'\nbatches = [1]\n", "metadata": {"tags": ["parameters"]}}
+    rest = [{"source": source, "metadata": {}} for source in cells]
+    made = [cell | each | {"id": f"cell-{i}"} for i, each in enumerate((first, *rest))]
+    whole = {"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "small.ipynb").write_text(json.dumps(whole))
+    return folder / "small.ipynb"

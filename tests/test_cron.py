@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile import BARE, CHECKOUT, mlakit, mounted, no_mounts, read_only
+from hostile import BARE, CHECKOUT, mlakit, mounted, no_mounts, notebook, read_only
 
 from mlakit.cli import main
 from mlakit.errors import ExitCode, LockedError
@@ -26,16 +26,6 @@ QUICK = ("report", "--arch", "gfx950", "--batch", "1", "--notebook", "01_dispatc
 
 def run(command: list, **more) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, **more)
-
-
-def notebook(folder: Path, code: str) -> Path:
-    """A notebook of one parameters cell and ``code``."""
-    cell = {"cell_type": "code", "execution_count": None, "outputs": [], "id": "a"}
-    first = cell | {"source": "arch = 'cpu'", "metadata": {"tags": ["parameters"]}}
-    cells = [first, cell | {"source": code, "metadata": {}, "id": "b"}]
-    whole = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    (folder / "small.ipynb").write_text(json.dumps(whole))
-    return folder / "small.ipynb"
 
 
 @needs_mounts

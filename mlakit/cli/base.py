@@ -25,17 +25,15 @@ app = typer.Typer(
     "how far does it drift, and is it worth it?",
 )
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Arch = Annotated[
-    list[str] | None,
-    typer.Option("--arch", "-a", help="An arch, or several with commas: cpu,gfx950."),
-]
-Models = Annotated[list[str] | None, typer.Option("--model", help="Models, with commas.")]
-Hidden = Annotated[list[str] | None, typer.Option(help="q+kv widths, with commas: 1536+512.")]
-Batches = Annotated[list[str] | None, typer.Option("--batch", "-m", help="Rows M, with commas.")]
-Dtypes = Annotated[list[str] | None, typer.Option(help="bf16, fp16, fp32.")]
+Names = list[str] | None
+Arch = Annotated[Names, typer.Option("--arch", "-a", help="Archs, with commas: cpu,gfx950.")]
+Models = Annotated[Names, typer.Option("--model", help="Models, with commas.")]
+Hidden = Annotated[Names, typer.Option(help="q+kv widths, with commas: 1536+512.")]
+Batches = Annotated[Names, typer.Option("--batch", "-m", help="Rows M, with commas.")]
+Dtypes = Annotated[Names, typer.Option(help="bf16, fp16, fp32.")]
 Dtype = Annotated[str, typer.Option(help="bf16, fp16 or fp32.")]
-Quants = Annotated[list[str] | None, typer.Option(help="none, fp8_group128, ...")]
-Paths = Annotated[list[str] | None, typer.Option(help="Paths; all by default.")]
+Quants = Annotated[Names, typer.Option(help="none, fp8_group128, ...")]
+Paths = Annotated[Names, typer.Option(help="Paths; all by default.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the inputs.")]
 Out = Annotated[str, typer.Option(help="The folder that the run's folder goes into.")]
 

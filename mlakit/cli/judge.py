@@ -11,7 +11,7 @@ import typer
 from mlakit.archs import check as check_arch
 from mlakit.archs import default_device, devices, vendor_of
 from mlakit.cli import base
-from mlakit.cli.base import Arch, Json, app, given, print_rows, progress, split
+from mlakit.cli.base import Arch, Json, Names, app, given, print_rows, progress, split
 from mlakit.context import DTYPES
 from mlakit.errors import ExitCode, MisuseError, one_of, unknown
 
@@ -58,9 +58,7 @@ def drift(
     path: base.Paths = None,
     seed: base.Seed = None,
     out: base.Out = "runs",
-    emulate: Annotated[
-        bool, typer.Option("--emulate", help="Only what an absent AMD card's binary computes.")
-    ] = False,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Only an AMD card's binary.")] = False,
     as_json: Json = False,
 ) -> int:
     """How far each path drifts from float64: rounding share, ulps, signed bias."""
@@ -148,9 +146,7 @@ def evaluate(
     a: Annotated[str, typer.Option(help="unpatched, a path, or a rounding.")] = "unpatched",
     b: Annotated[str, typer.Option(help="The other side.")] = "torch_rms_norm",
     out: Annotated[str, typer.Option(help="Folder for the per-question results.")] = "eval",
-    small: Annotated[
-        bool, typer.Option("--small", help="The model in mlakit, through everything here.")
-    ] = False,
+    small: Annotated[bool, typer.Option("--small", help="mlakit's own small model.")] = False,
     n: Annotated[int, typer.Option(min=1, max=10_000, help="Questions of --small.")] = 2000,
     device: Device = "",
     as_json: Json = False,
@@ -181,9 +177,7 @@ def figure(text: str) -> float | int | str:
 @app.command(epilog="Example: mlakit tune runs/A --judge runs/B")
 def tune(
     run: Annotated[list[str], typer.Argument(help="Runs or recorded files of one arch.")],
-    judge: Annotated[
-        list[str] | None, typer.Option(help="Regret over these, which were not tuned on.")
-    ] = None,
+    judge: Annotated[Names, typer.Option(help="Regret over these, not tuned on.")] = None,
     traffic: Annotated[str, typer.Option(help="even, decode-heavy, prefill-heavy.")] = "even",
     out: Annotated[str, typer.Option(help="Instead of data/dispatch.")] = "",
     source: Annotated[str, typer.Option(help="What the reason names; the files by default.")] = "",

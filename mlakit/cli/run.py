@@ -11,7 +11,7 @@ import typer
 from mlakit.archs import check as check_arch
 from mlakit.archs import here
 from mlakit.cli import base
-from mlakit.cli.base import Arch, Json, app, given, line, print_rows, progress, split, whole
+from mlakit.cli.base import Arch, Json, Names, app, given, line, print_rows, progress, split, whole
 from mlakit.errors import ExitCode, MisuseError, one_of
 
 
@@ -25,26 +25,19 @@ def sweep(
     batch: base.Batches = None,
     dtype: base.Dtypes = None,
     quant: base.Quants = None,
-    layout: Annotated[list[str] | None, typer.Option(help="split, contiguous.")] = None,
-    clock: Annotated[list[str] | None, typer.Option(help="cpu, graph, kernel, eager.")] = None,
-    cache: Annotated[list[str] | None, typer.Option(help="cold, hot.")] = None,
+    layout: Annotated[Names, typer.Option(help="split, contiguous.")] = None,
+    clock: Annotated[Names, typer.Option(help="cpu, graph, kernel, eager.")] = None,
+    cache: Annotated[Names, typer.Option(help="cold, hot.")] = None,
     path: base.Paths = None,
-    measure: Annotated[list[str] | None, typer.Option(help="timing, accuracy.")] = None,
+    measure: Annotated[Names, typer.Option(help="timing, accuracy.")] = None,
     budget_s: Annotated[float | None, typer.Option(help="Seconds of sampling a cell.")] = None,
-    time_limit_s: Annotated[
-        float | None, typer.Option(help="Seconds a cell may take in all.")
-    ] = None,
+    time_limit_s: Annotated[float | None, typer.Option(help="Seconds a cell may take.")] = None,
     seed: base.Seed = None,
     out: base.Out = "runs",
     resume: Annotated[str, typer.Option(help="Go on with the run in this folder.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Resume in another environment.")] = False,
-    retry: Annotated[
-        list[str] | None, typer.Option(help="With --resume: statuses to redo.")
-    ] = None,
-    dask: Annotated[
-        str,
-        typer.Option(help="All GPUs: `local`, this machine's, or a dask scheduler's address."),
-    ] = "",
+    retry: Annotated[Names, typer.Option(help="With --resume: statuses to redo.")] = None,
+    dask: Annotated[str, typer.Option(help="All GPUs: `local`, or a scheduler's address.")] = "",
 ) -> int:
     """Time (and judge) paths over arch, batch and hidden sizes; one Parquet part a cell."""
     from mlakit.sweep import run, store
@@ -93,27 +86,19 @@ def print_speed(run_dir: str) -> None:
 @app.command(epilog="Example: mlakit report --arch cpu,gfx950 --model DeepSeek-V3 --batch 1,64")
 def report(
     arch: Arch = None,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", help="Models, or q+kv widths.")
-    ] = None,
+    model: Annotated[Names, typer.Option("--model", help="Models, or q+kv widths.")] = None,
     batch: base.Batches = None,
-    drift_batch: Annotated[
-        list[str] | None, typer.Option(help="Rows M of the accuracy, with commas.")
-    ] = None,
+    drift_batch: Annotated[Names, typer.Option(help="Rows M of the accuracy, with commas.")] = None,
     dtype: base.Dtype = "bf16",
     policy: Annotated[str, typer.Option(help="The rule to explain.")] = "mlakit",
-    notebook: Annotated[
-        list[str] | None, typer.Option(help="Only these, for example 02_speed.")
-    ] = None,
+    notebook: Annotated[Names, typer.Option(help="Only these, for example 02_speed.")] = None,
     budget_s: Annotated[float, typer.Option(help="Seconds of sampling a cell.")] = 4.0,
     cell_limit_s: Annotated[float, typer.Option(min=1, help="Seconds a cell may take.")] = 300.0,
     run_limit_s: Annotated[float, typer.Option(min=1, help="Seconds a notebook may take.")] = 900.0,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Notebooks at once.")] = 2,
     baseline: Annotated[str, typer.Option(help="Against this run, not the pinned one.")] = "",
-    out: Annotated[
-        str, typer.Option(help="The folder that the report's folder goes into.")
-    ] = "runs",
+    out: Annotated[str, typer.Option(help="The folder that its folder goes into.")] = "runs",
 ) -> int:
     """Measure this machine, run the notebooks, write an offline HTML folder; prints its page."""
     from mlakit.report import build

@@ -19,7 +19,7 @@ from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS, with_figure
 from mlakit.shapes import Widths
 
-_PRIOR = {
+PRIOR: dict[str, dict[str, float]] = {
     "gpu": {
         "launch_us": 0.7, "program_us": 0.5, "read_us": 0.5, "reread_us": 0.3, "meet_us": 0.1,
         "index_us": 0.7, "loaded_us": 0.3, "half_loaded": 0.3, "crowd": 1.5, "gbps": 4000.0,
@@ -118,11 +118,6 @@ def predict(frame: pd.DataFrame, parameters: Mapping[str, float], units: int) ->
     return _Design(frame).predict(parameters, units)
 
 
-def prior(cpu: bool) -> dict[str, float]:
-    """The parameters before any row is seen."""
-    return dict(_PRIOR["cpu" if cpu else "gpu"])
-
-
 def fit(
     frame: pd.DataFrame,
     units: int,
@@ -146,7 +141,7 @@ def fit(
     floor = frame.loc[frame["path_ran"] == "launch_floor", "p50_us"]
     rest = frame[frame["path_ran"] != "launch_floor"]
     held = ({"launch_us": float(floor.median())} if len(floor) else {}) | dict(fixed or {})
-    start = prior(cpu) | held
+    start = PRIOR["cpu" if cpu else "gpu"] | held
     names = [n for n in start if n not in held]
     most = np.full(len(names), np.inf)
     if "gbps" in names and not cpu:

@@ -55,11 +55,6 @@ def copy_torch(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     return q_out.copy_(q), k_out.copy_(k)
 
 
-def empty_python(*args, out=None):
-    """Nothing: what the timing loop and a Python call cost."""
-    return None
-
-
 def empty_triton(*args, out=None):
     """An empty Triton kernel."""
     from mlakit.paths.triton_copy_kernels import empty_kernel
@@ -75,7 +70,7 @@ def floor_call(clock_name: str, device: str) -> Callable:
     longer on the host than torch's.
     """
     if device == "cpu":
-        return empty_python
+        return lambda *args, out=None: None
     if _HAS_TRITON and clock_name != "eager":
         return empty_triton
     one = torch.zeros(1, device=device)

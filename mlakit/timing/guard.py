@@ -77,8 +77,9 @@ def environment(device: str) -> dict[str, str | None]:
     import torch
 
     found = device_of(device)
+    cpu = f"{sensors.cpu_model()} x{len(os.sched_getaffinity(0))}"  # cores this process may use
     return {
-        "device": found.name if found else cpu_name(),
+        "device": found.name if found else cpu,
         "vendor": found.vendor if found else "cpu",
         "arch": found.arch if found else "cpu",
         "arch_raw": found.arch_raw if found else os.uname().machine,
@@ -89,11 +90,6 @@ def environment(device: str) -> dict[str, str | None]:
         "git_sha": git_sha(),
         "device_id": uuid_hash(device),
     }
-
-
-def cpu_name() -> str:
-    """The processor's name and how many cores this process may use."""
-    return f"{sensors.cpu_model()} x{len(os.sched_getaffinity(0))}"
 
 
 def _version(package: str) -> str | None:

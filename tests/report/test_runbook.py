@@ -7,29 +7,17 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from hostile import notebook
 
 from mlakit.errors import MisuseError
 from mlakit.report import page, runbook
 
-PARAMETERS = "arch = 'cpu'\nbatches = [1]\n"
 END = "from mlakit.report import show\nshow.end()"
-
-
-def write(folder: Path, *cells: str, parameters: str = PARAMETERS) -> Path:
-    nb = nbformat.v4.new_notebook()
-    for i, source in enumerate((parameters, *cells)):
-        cell = nbformat.v4.new_code_cell(source)
-        if i == 0:
-            cell.metadata["tags"] = ["parameters"]
-        nb.cells.append(cell)
-    path = folder / "small.ipynb"
-    nbformat.write(nb, path)
-    return path
 
 
 def run(folder: Path, *cells: str, **limits) -> runbook.NotebookRun:
     return runbook.run_notebook(
-        write(folder, *cells), folder / "out.ipynb", {"arch": "cpu"}, **limits
+        notebook(folder, *cells), folder / "out.ipynb", {"arch": "cpu"}, **limits
     )
 
 
@@ -105,12 +93,12 @@ def test_nothing_is_left_running(tmp_path):
 )
 def test_parameters_are_refused_before_a_kernel_starts(tmp_path, given, text):
     with pytest.raises(MisuseError, match=text):
-        runbook.run_notebook(write(tmp_path, END), tmp_path / "out.ipynb", given)
+        runbook.run_notebook(notebook(tmp_path, END), tmp_path / "out.ipynb", given)
     assert not (tmp_path / "out.ipynb").exists()
 
 
 def test_a_notebook_needs_exactly_one_parameters_cell(tmp_path):
-    path = write(tmp_path, END)
+    path = notebook(tmp_path, END)
     nb = nbformat.read(path, as_version=4)
     nb.cells[1].metadata["tags"] = ["parameters"]
     nbformat.write(nb, path)

@@ -35,7 +35,7 @@ def table():
     return calibrate.usable(pd.DataFrame([*rows, row("launch_floor", 1, 0.65)]))
 
 
-TRUTH = calibrate.prior(cpu=False) | {
+TRUTH = calibrate.PRIOR["gpu"] | {
     "launch_us": 0.6, "read_us": 0.6, "gbps": 4100.0, "program_us": 0.4, "crowd": 1.9,
     "index_us": 1.1,
 }  # fmt: skip
