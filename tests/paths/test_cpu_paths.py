@@ -194,7 +194,7 @@ def misuses():
     yield {"out": fresh[0]}, "tuple of two"
 
 
-@pytest.mark.parametrize(("change", "says"), list(misuses()), ids=lambda x: x if type(x) is str else "")
+@pytest.mark.parametrize(("change", "says"), list(misuses()))
 def test_misuse_is_refused_in_one_line(path, change, says):
     names = ("q", "q_weight", "q_eps", "k", "k_weight", "k_eps")
     made = inputs.make(4, Widths(8, 4, 4), "fp32")
