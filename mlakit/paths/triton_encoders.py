@@ -3,6 +3,8 @@
 Import this only where triton is.
 """
 
+# Triton compiles these functions: it knows no tuple unpacking.
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
@@ -42,9 +44,21 @@ def _e4m3_bytes(scaled, BIAS: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(peak, MAXIMUM: tl.constexpr):
-    """What scales ``peak``, a largest magnitude, to MAXIMUM; finite, of NaN too."""
-    return MAXIMUM / tl.maximum(peak, 1e-35)
+def inverse_of(peak, MAXIMUM: tl.constexpr, NVIDIA: tl.constexpr):
+    """What scales ``peak``, a largest magnitude, to MAXIMUM; finite, of NaN too.
+
+    On NVIDIA a quotient is a product with the reciprocal, and six instructions more for what is
+    out of its range, which a quarter of ``peak`` never is: the same bits without them.
+    """
+    peak = tl.maximum(peak, 1e-35)
+    if NVIDIA:
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [peak * 0.25],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return reciprocal * (MAXIMUM * 0.25)
+    else:
+        return MAXIMUM / peak
 
 
 @triton.jit
@@ -56,8 +70,9 @@ def fp8_scale(peak, inverse, rstd, MAXIMUM: tl.constexpr):
     """
     amax = tl.maximum(peak * rstd, 1e-10, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.minimum(inverse, rstd * (MAXIMUM * 1e10))
-    # Where amax is NaN, as of a group with an infinity in it, all of the group is.
-    return amax / MAXIMUM, largest_of(factor, -amax)
+    # Where amax is NaN, as of a group with an infinity in it, all of the group is. (Triton takes
+    # -amax as 0 - amax, an instruction more.)
+    return amax / MAXIMUM, largest_of(factor, amax * -1.0)
 
 
 @triton.jit
@@ -87,36 +102,60 @@ def _eight(p):
 
 
 @triton.jit
-def peaks_of(p, GROUP: tl.constexpr):
-    """Largest magnitudes of groups: (R, C) -> (R, C / GROUP)."""
-    if GROUP == 32:
-        p = _eight(p)
-        largest = tl.abs(p[0])
-        for i in tl.static_range(1, 8):
-            largest = largest_of(largest, tl.abs(p[i]))
-        return tl.reduce(largest, 2, largest_of)
-    else:
-        grouped = tl.reshape(tl.abs(p), (p.shape[0], p.shape[1] // GROUP, GROUP))
-        return tl.reduce(grouped, 2, largest_of)
+def peaks_of(p, GROUP: tl.constexpr, VEC: tl.constexpr):
+    """Largest magnitudes of VEC neighbours: (R, C) -> (R, C / GROUP, GROUP / VEC)."""
+    p = tl.reshape(tl.abs(p), (p.shape[0], p.shape[1] // GROUP, GROUP // VEC, VEC))
+    return tl.reduce(p, 3, largest_of)
 
 
 @triton.jit
-def mxfp4(p, peak, rstd, RULE_BITS: tl.constexpr):
-    """Quantise p * rstd -> codes of 8 neighbours (R, C / 8) int32, E8M0 (R, C / 32).
+def shared_peaks(parts):
+    """Largest of the last axis, the T lanes of a group, of each of n parts, (R, G, T).
 
-    p: (R, C), of which ``peak``: (R, C / 32) are the groups' largest magnitudes.
-    A code is min(2v, v + 2, v/2 + 4) of its scaled magnitude v, whose pieces meet at representable
-    values. Beside 2^22 a float32's last bit is worth a half, so a fused multiply-add rounds half
-    of a piece to a whole code, ties to even, and the least of the rounded pieces is the rounded
-    least. Where a whole group is under 1e-34 the factor is capped, for float32's range.
+    Returns tensors of that shape: of part i it is in tensor i // T at lane i % T. A butterfly at
+    whose steps a lane gives half of its parts away: fewer exchanges, and what follows is done for
+    one part a lane.
     """
-    p = _eight(p)
+    lane = tl.arange(0, parts[0].shape[2])[None, None, :] + tl.zeros(parts[0].shape, tl.int32)
+    for step in tl.static_range(5):
+        if (1 << step) < parts[0].shape[2]:
+            halved = ()
+            for i in tl.static_range(0, len(parts), 2):
+                kept = parts[i]
+                given = kept
+                if i + 1 < len(parts):
+                    first = (lane & (1 << step)) == 0
+                    given = tl.where(first, parts[i + 1], kept)
+                    kept = tl.where(first, kept, parts[i + 1])
+                halved = halved + (largest_of(kept, tl.gather(given, lane ^ (1 << step), 2)),)
+            parts = halved
+    return parts
+
+
+@triton.jit
+def mxfp4_scale(peak, rstd, RULE_BITS: tl.constexpr):
+    """(E8M0 of groups whose largest magnitude is peak * rstd, what p is multiplied by).
+
+    Where a whole group is under 1e-34 the factor is capped, for float32's range.
+    """
     # The absolute value again: on some targets 0 * inf is a negative NaN.
     amax = tl.abs(peak * rstd).to(tl.int32, bitcast=True)
     scale = tl.maximum(((amax + RULE_BITS) >> 23) - 2, 0)
     scale = tl.where(amax >= 0x7F800000, 255, scale)
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    factor = tl.minimum(factor * rstd, 1.7014118e38)[:, :, None]
+    return scale.to(tl.uint8), tl.minimum(factor * rstd, 1.7014118e38)
+
+
+@triton.jit
+def mxfp4(p, factor, RULE_BITS: tl.constexpr):
+    """Codes of p * factor, 8 neighbours a word: (R, C), (R, C / 32, 4) -> (R, C / 8) int32.
+
+    A code is min(2v, v + 2, v/2 + 4) of its scaled magnitude v, whose pieces meet at representable
+    values. Beside 2^22 a float32's last bit is worth a half, so a fused multiply-add rounds half
+    of a piece to a whole code, ties to even, and the least of the rounded pieces is the rounded
+    least.
+    """
+    p = _eight(p)
     word = tl.zeros(p[0].shape, tl.int32)
     signs = tl.zeros(p[0].shape, tl.uint32)
     for i in tl.static_range(8):
@@ -131,7 +170,7 @@ def mxfp4(p, peak, rstd, RULE_BITS: tl.constexpr):
         signs = (signs << 4) | (p[7 - i].to(tl.uint32, bitcast=True) >> 28)
     # What is left of eight times the bits of 2^22; then the sign bit of each nibble.
     word = (word - 0x72800000) | (signs & 0x88888888).to(tl.int32, bitcast=True)
-    return tl.reshape(word, (word.shape[0], word.shape[1] * 4)), scale.to(tl.uint8)
+    return tl.reshape(word, (word.shape[0], word.shape[1] * 4))
 
 
 @triton.jit

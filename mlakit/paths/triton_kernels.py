@@ -87,14 +87,14 @@ def _reciprocal_root(mean, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rstd_of(
-    pieces, eps, N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+def sums_of(
+    pieces, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     DTYPE: tl.constexpr, PIECES: tl.constexpr = 1,
 ):  # fmt: skip
-    """(R, 1) float32: 1/rms of rows held as chunks of PIECES pieces, (R, WARPS * LANES * VEC).
+    """Tuple of (R, WARPS): sums of squares of rows held as chunks of PIECES pieces.
 
-    The sum has the tree of TREE warps a row, of which the WARPS that hold it do several each.
-    DTYPE: of the rows; pieces of them may be float32 already.
+    Each chunk is (R, WARPS * LANES * VEC); the tree's TREE warps are held by WARPS, which do
+    several each. DTYPE: of the rows; pieces of them may be float32 already.
     """
     # float32 results must match a float64 statistic; for 16-bit ones a float32 sum is enough.
     WIDE: tl.constexpr = tl.float64 if DTYPE == tl.float32 else tl.float32
@@ -110,7 +110,13 @@ def rstd_of(
                 squares += value * value
             sums = sums + (squares,)
         parts = parts + (_warp_totals(sums, WARPS, LANES),)
-    mean = _row_total(parts) * (1.0 / N) + tl.cast(eps, WIDE)
+    return parts
+
+
+@triton.jit
+def rstd_of(parts, eps, N: tl.constexpr, DTYPE: tl.constexpr):
+    """(R, 1) float32: 1/rms of rows of N whose squares have the sums ``parts``."""
+    mean = _row_total(parts) * (1.0 / N) + tl.cast(eps, parts[0].dtype)
     return _reciprocal_root(mean, DTYPE)[:, None]
 
 
@@ -194,7 +200,8 @@ def _normalise(
         scale = held_weight
     elif HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
-    rstd = rstd_of(pieces, eps, N, TREE, LANES, VEC, x.dtype.element_ty, PIECES)
+    parts = sums_of(pieces, TREE, LANES, VEC, x.dtype.element_ty, PIECES)
+    rstd = rstd_of(parts, eps, N, x.dtype.element_ty)
     if not HELD and not HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
     for i in tl.static_range(len(pieces)):

@@ -93,6 +93,7 @@ def constants(
         "RULE_BITS": mxfp4.RULES[options.rule],
         "SHUFFLED": mxfp4.shuffled_shape(1, groups)[1] if shuffled else 0,
         "WORDS": words,
+        "NVIDIA": archs.vendor_of(arch) == "nvidia",
         "PDL": ("before" if config.release_first else "after") if config.pdl else "",
     }
 
@@ -171,17 +172,17 @@ def kernel_signature(
         signature,
         chosen,
         attrs,
-        _registers(quant, options_of(config)),
+        _registers(quant, config, options_of(config)),
     )
 
 
-def _registers(quant: str, asked: dict[str, object]) -> dict[str, object]:
+def _registers(quant: str, config: Config, asked: dict[str, object]) -> dict[str, object]:
     """The compiler's options. MXFP4 goes without ``triton_fused``'s cap on registers.
 
-    With it ptxas takes 88 registers where 40 do, and M = 4096 takes 10.6 us instead of 9.7, 65,536
-    rows 106 instead of 96.5; a cap at 64 spills from 513 to 2048 rows.
+    With it ptxas takes more than twice the registers and M = 4096 takes 8.57 us instead of 8.13;
+    but a few rows want what it brings, weights asked for early: 1.46 us instead of 1.57 at 64.
     """
-    if quant == "mxfp4":
+    if quant == "mxfp4" and not config.evict_first:
         return {name: value for name, value in asked.items() if name != "maxnreg"}
     return asked
 

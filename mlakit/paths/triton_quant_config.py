@@ -17,15 +17,15 @@ FEW_ROWS = 512
 """rows up to which the L2 is told that rows are read once (2 % at M = 64, nothing at 1024)"""
 TREE = 2
 """Warps of the tree of a row that two warps hold at 64 elements a thread"""
-_A, _K4, _K2 = (2, 1, 1, 2, True), (2, 1, 4, 2, True), (2, 1, 2, 2, True)
+_FEW, _K2, _K4 = (2, 1, 1, 2, True), (2, 1, 2, 2, True), (2, 1, 4, 2, True)
 _ALONE = (1, 1, 1, 1, False)
 SHAPES = {
-    "fp8_group128": ((512, *_A), (2048, *_K4), (32768, *_K2), (1 << 40, *_ALONE)),
-    "fp8_token": ((512, *_A), (32768, *_K2), (1 << 40, *_ALONE)),
-    "mxfp4": ((512, *_A), (2048, *_K4), (8192, *_K2), (1 << 40, *_ALONE)),
+    "fp8_group128": ((256, *_FEW), (32768, *_K2), (1 << 40, *_ALONE)),
+    "fp8_token": ((256, *_FEW), (32768, *_K2), (1 << 40, *_ALONE)),
+    "mxfp4": ((256, *_FEW), (768, *_K2), (1536, *_K4), (8192, *_K2), (1 << 40, *_ALONE)),
 }
 """By quant: up to this many rows, warps a row of q, its turns and kv's, warps of a program, and
-whether a program takes q or kv. The fastest of ten on an H200, at 1536 + 512 in bf16."""
+whether a program takes q or kv. The fastest of a dozen on an H200, at 1536 + 512 in bf16."""
 
 
 def heuristic(

@@ -22,10 +22,12 @@ from mlakit.paths.triton_encoders import (
     inverse_of,
     largest_of,
     mxfp4,
+    mxfp4_scale,
     peaks_of,
+    shared_peaks,
     shuffled_at,
 )
-from mlakit.paths.triton_kernels import prefetch, rstd_of
+from mlakit.paths.triton_kernels import prefetch, rstd_of, sums_of
 
 
 @triton.jit
@@ -38,17 +40,16 @@ def _float(x):
 
 
 @triton.jit
-def _load(
-    start, N: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, here, EVICT: tl.constexpr
-):
+def _load(start, N: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, EVICT: tl.constexpr):
     """Pieces that cover WIDTH elements after the rows' ``start``: (R, 1); zero from N on."""
     cols = tl.arange(0, PIECE)[None, :]
     pieces = ()
     for c in tl.static_range(0, WIDTH, PIECE):
-        inside = here & (cols < N - c) if c + PIECE > N else here
-        pieces = pieces + (
-            tl.load(start + cols + c, mask=inside, other=0.0, eviction_policy=EVICT),
-        )
+        if c + PIECE > N:
+            x = tl.load(start + cols + c, mask=cols < N - c, other=0.0, eviction_policy=EVICT)
+        else:
+            x = tl.load(start + cols + c, eviction_policy=EVICT)
+        pieces = pieces + (x,)
     return pieces
 
 
@@ -68,92 +69,90 @@ def _load_weight(
 
 
 @triton.jit
-def _rstd(pieces, eps, N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """(R, 1) float32, by ``triton_fused``'s tree of TREE warps a row."""
+def _sums(pieces, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Tuple of (R, WARPS): the sums of squares of ``triton_fused``'s tree of TREE warps a row."""
     values = ()
     for i in tl.static_range(len(pieces)):
         values = values + (_float(pieces[i]),)
-    return rstd_of(values, eps, N, TREE, LANES, VEC, pieces[0].dtype)
+    return sums_of(values, TREE, LANES, VEC, pieces[0].dtype)
 
 
 @triton.jit
-def _store_groups(
-    p, peak, inverse, rstd, c, values, scales, scale_row_stride, scale_group_stride,
-    rows, m, scale_rows,
-    N: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, VEC: tl.constexpr,
-    MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
-    WORDS: tl.constexpr,
+def _row_of(rows, m):
+    """(R, 1) int64. Beyond the last row that is done again, to the same bits: masks cost more.
+
+    An int32 offset overflows at row 1,016,801 of a 2112-wide buffer.
+    """
+    return tl.minimum(rows, m - 1).to(tl.int64)[:, None]
+
+
+@triton.jit
+def _store_scales(
+    scale, j, n, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
+    N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr,
+    THREADS: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise p * rstd, p: (R, PIECE) from column c on. SHUFFLED: the scales' columns, or 0."""
-    ROWS: tl.constexpr = p.shape[0]
-    PIECE: tl.constexpr = p.shape[1]
-    GROUPS: tl.constexpr = PIECE // GROUP
-    row = rows.to(tl.int64)[:, None]
-    here = (rows < m)[:, None]
-    group = (tl.arange(0, GROUPS) + c // GROUP)[None, :]
-    scale_at = row * scale_row_stride + group * scale_group_stride
-    scale_here = here & (group < N // GROUP) if c + PIECE > N else here
-    if QUANT == "mxfp4":
-        word, scale = mxfp4(p, peak, rstd, RULE_BITS)
-        at = (tl.arange(0, PIECE // 8) + c // 8)[None, :]
-        inside = here & (at < N // 8) if c + PIECE > N else here
-        if WORDS:
-            start = values.to(tl.pointer_type(tl.int32)) + row * (N // 8)
-            tl.store(start + at, word, mask=inside)
-        else:
-            for byte in tl.static_range(4):
-                start = values + row * (N // 2) + byte
-                tl.store(start + at * 4, (word >> (8 * byte)).to(tl.uint8), mask=inside)
-        if SHUFFLED:
-            scale_at = shuffled_at(row, group, SHUFFLED)
-            scale_here = (rows < scale_rows)[:, None] & (group < SHUFFLED)
+    """Store scales of groups, (R, GROUPS, 1 or THREADS): lane i's, of piece j * SHARE + i of n.
+
+    Addresses that grow with the lane, masked, make Triton leave a scale where it is; else it is
+    moved to other threads first. SHUFFLED: the scales' columns, or 0.
+    """
+    lane = tl.arange(0, THREADS)[None, None, :]
+    group = lane * GROUPS + tl.arange(0, GROUPS)[None, :, None]
+    FIRST: tl.constexpr = j * SHARE * GROUPS
+    inside = (lane < SHARE) & (j * SHARE + lane < n)
+    if SHUFFLED:
+        rows = rows[:, None, None]
+        scale = tl.where(rows < m, scale, 0)
+        at = shuffled_at(rows.to(tl.int64), group + FIRST, SHUFFLED)
+        inside = inside & (rows < scale_rows) & (group < SHUFFLED - FIRST)
     else:
-        p = tl.reshape(p, (ROWS, GROUPS, GROUP))
-        scale, factor = fp8_scale(peak, inverse, rstd, MAXIMUM)
-        coded = fp8(p * factor[:, :, None], BIAS, values.dtype.element_ty)
-        at = (tl.arange(0, PIECE) + c)[None, :]
-        inside = here & (at < N) if c + PIECE > N else here
-        tl.store(values + row * N + at, tl.reshape(coded, (ROWS, PIECE)), mask=inside)
-    # Each thread of a group holds its scale, and the first stores it. Addresses that grow with the
-    # thread, masked, make Triton leave it there; else it is moved to other threads first.
-    thread = tl.arange(0, GROUP // VEC)[None, None, :]
-    scale = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, GROUP // VEC))
-    inside = scale_here[:, :, None] & (thread == 0)
-    tl.store(scales + scale_at[:, :, None] + thread, scale, mask=inside)
+        row = _row_of(rows, m)[:, :, None]
+        at = row * scale_row_stride + group.to(tl.int64) * scale_group_stride
+        at += FIRST * scale_group_stride
+        if n * GROUPS * GROUP > N:
+            inside = inside & (group < N // GROUP - FIRST)
+    tl.store(scales + at, tl.broadcast_to(scale, at.shape), mask=inside)
 
 
 @triton.jit
-def _row_peak(pieces, SHARE: tl.constexpr):
-    """(R, 1) largest magnitude of rows held as pieces, of which a warp holds SHARE elements."""
-    ROWS: tl.constexpr = pieces[0].shape[0]
-    largest = tl.abs(pieces[0])
-    for i in tl.static_range(1, len(pieces)):
-        largest = largest_of(largest, tl.abs(pieces[i]))
-    # As in ``_row_total``: reduced at once, a row in several warps would take two barriers.
-    peak = peaks_of(largest, SHARE)
+def _store(y, c, out, row, N: tl.constexpr, EACH: tl.constexpr):
+    """Store columns from c on, EACH of them an element of y; those from N on are left out."""
+    at = (tl.arange(0, y.shape[1]) + c // EACH)[None, :]
+    start = out + row * (N // EACH) + at
+    if c + y.shape[1] * EACH > N:
+        tl.store(start, y.to(out.dtype.element_ty), mask=at < N // EACH)
+    else:
+        tl.store(start, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _store_words(word, c, values, row, N: tl.constexpr, WORDS: tl.constexpr):
+    """Store MXFP4's words, of 8 columns each, from column c on."""
+    if WORDS:
+        _store(word, c, values.to(tl.pointer_type(tl.int32)), row, N, 8)
+    else:
+        at = (tl.arange(0, word.shape[1]) + c // 8)[None, :]
+        for byte in tl.static_range(4):
+            start = values + row * (N // 2) + byte
+            tl.store(start + at * 4, (word >> (8 * byte)).to(tl.uint8), mask=at < N // 8)
+
+
+@triton.jit
+def _across_warps(total, peak):
+    """(R, WARPS) -> (R, 1), of the sums and of the peaks: both in one exchange."""
+    if total.shape[1] == 1:
+        return total, peak
+    both = tl.join(total, peak.to(total.dtype))
     for _ in tl.static_range(5):
-        if peak.shape[1] > 1:
-            left, right = tl.split(tl.reshape(peak, (ROWS, peak.shape[1] // 2, 2)))
-            peak = largest_of(left, right)
-    return tl.reshape(peak, (ROWS,))[:, None]
-
-
-@triton.jit
-def _store_token(
-    pieces, peak, inverse, rstd, values, scales, scale_row_stride, rows, m,
-    N: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Quantise rows held as pieces, times rstd, with one scale a row."""
-    PIECE: tl.constexpr = pieces[0].shape[1]
-    row = rows.to(tl.int64)[:, None]
-    here = (rows < m)[:, None]
-    scale, factor = fp8_scale(peak, inverse, rstd, MAXIMUM)
-    tl.store(scales + row * scale_row_stride, scale, mask=here)
-    for i in tl.static_range(len(pieces)):
-        at = (tl.arange(0, PIECE) + i * PIECE)[None, :]
-        inside = here & (at < N) if (i + 1) * PIECE > N else here
-        coded = fp8(pieces[i] * factor, BIAS, values.dtype.element_ty)
-        tl.store(values + row * N + at, coded, mask=inside)
+        if both.shape[1] > 1:
+            pairs = tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2, 2))
+            left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            left_total, left_peak = tl.split(left)
+            right_total, right_peak = tl.split(right)
+            both = tl.join(left_total + right_total, largest_of(left_peak, right_peak))
+    total, peak = tl.split(tl.reshape(both, (both.shape[0], 2)))
+    return total[:, None], peak.to(tl.float32)[:, None]
 
 
 @triton.jit(do_not_specialize=["m", "scale_rows"])
@@ -167,7 +166,7 @@ def norm_and_quantise(
     LANES: tl.constexpr, VEC: tl.constexpr, SEPARATE: tl.constexpr, EVICT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr,
     MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q: (m, Q_N), k: (m, K_N) of any row strides; ``values`` and ``k_out`` contiguous.
 
@@ -185,7 +184,7 @@ def norm_and_quantise(
             prefetch(q_weight, Q_N)
             prefetch(k_weight, K_N)
     # The kv programs hold more rows, so they go first.
-    k_programs = (m + K_SIDE * K_TURNS - 1) // (K_SIDE * K_TURNS)
+    k_programs = tl.cdiv(m.to(tl.uint32), K_SIDE * K_TURNS).to(tl.int32)
     if NORMALISE and (not SEPARATE or program < k_programs):
         held = _load_rows(
             k, k_stride, program * K_SIDE * K_TURNS, m,
@@ -207,13 +206,19 @@ def norm_and_quantise(
         if NORMALISE:
             weight = _load_weight(q_weight, Q_N, WIDTH, Q_PIECE, Q_SPREAD)
         for t in tl.static_range(Q_TURNS):
-            _quantise_rows(
-                held[t], weight, q_eps, values, scales, unquantised, scale_row_stride,
-                scale_group_stride, (first * Q_TURNS + t) * Q_SIDE + tl.arange(0, Q_SIDE),
-                m, scale_rows,
-                Q_N, Q_TREE, LANES, VEC, QUANT, GROUP, NORMALISE, UNQUANTISED,
-                MAXIMUM, BIAS, RULE_BITS, SHUFFLED, WORDS,
-            )  # fmt: skip
+            rows = (first * Q_TURNS + t) * Q_SIDE + tl.arange(0, Q_SIDE)
+            if QUANT == "fp8_token":
+                _quantise_tokens(
+                    held[t], weight, q_eps, values, scales, unquantised, scale_row_stride, rows, m,
+                    Q_N, Q_TREE, LANES, VEC, NORMALISE, UNQUANTISED, MAXIMUM, BIAS, NVIDIA,
+                )  # fmt: skip
+            else:
+                _quantise_groups(
+                    held[t], weight, q_eps, values, scales, unquantised, scale_row_stride,
+                    scale_group_stride, rows, m, scale_rows,
+                    Q_N, Q_TREE, LANES, VEC, QUANT, GROUP, NORMALISE, UNQUANTISED,
+                    MAXIMUM, BIAS, RULE_BITS, SHUFFLED, WORDS, NVIDIA,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -224,8 +229,9 @@ def _load_rows(
 ):  # fmt: skip
     """For each turn the pieces of its rows, SIDE of them, from row ``first`` on."""
     rows = first + tl.arange(0, SIDE)
-    # An int32 offset overflows at row 1,016,801 of a 2112-wide buffer.
-    start = x + rows.to(tl.int64)[:, None] * stride
+    starts = ()
+    for t in tl.static_range(TURNS):
+        starts = starts + (x + _row_of(rows + t * SIDE, m) * stride,)
     if PDL != "":
         # Nothing is read before the wait: the kernel before may have written rows or weights.
         gdc_wait()
@@ -233,63 +239,119 @@ def _load_rows(
         gdc_launch_dependents()
     held = ()
     for t in tl.static_range(TURNS):
-        here = (rows + t * SIDE < m)[:, None]
-        held = held + (_load(start + t * SIDE * stride, N, WIDTH, PIECE, here, EVICT),)
+        held = held + (_load(starts[t], N, WIDTH, PIECE, EVICT),)
     return held
 
 
 @triton.jit
-def _quantise_rows(
-    held, weight, eps, values, scales, unquantised, scale_row_stride, scale_group_stride,
-    rows, m, scale_rows,
-    N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr,
-    MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """Normalise and quantise rows held as pieces. All but the last steps precede the row's sum."""
-    PIECE: tl.constexpr = held[0].shape[1]
+def _products(held, weight, NORMALISE: tl.constexpr):
+    """Pieces of rows in float32, times the weight if they are to be normalised."""
     pieces = ()
-    peaks = ()
-    inverses = ()
     for i in tl.static_range(len(held)):
         p = _float(held[i])
         if NORMALISE:
             p = p * _float(weight[i])
         pieces = pieces + (p,)
-        if QUANT == "fp8_group128":
-            peaks = peaks + (peaks_of(p, GROUP),)
-            inverses = inverses + (inverse_of(peaks[i], MAXIMUM),)
-    if QUANT == "fp8_token":
-        peak = _row_peak(pieces, LANES * VEC)
-        inverse = inverse_of(peak, MAXIMUM)
-    rstd = 1.0
+    return pieces
+
+
+@triton.jit
+def _quantise_groups(
+    held, weight, eps, values, scales, unquantised, scale_row_stride, scale_group_stride,
+    rows, m, scale_rows,
+    N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr,
+    MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
+    WORDS: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Normalise and quantise rows held as pieces. All but the last steps precede the row's sum."""
+    ROWS: tl.constexpr = held[0].shape[0]
+    PIECE: tl.constexpr = held[0].shape[1]
+    GROUPS: tl.constexpr = PIECE // GROUP
+    # Neighbours that one thread codes, and the threads of a group.
+    TOGETHER: tl.constexpr = 8 if QUANT == "mxfp4" else VEC
+    THREADS: tl.constexpr = GROUP // TOGETHER
+    # An MXFP4 scale takes many steps: 8.1 us so, 8.7 with each in every lane (M = 4096). Of FP8's
+    # few the way back costs more: 1.39 and 1.42 us at M = 64, the same from 2048 on.
+    SHARE: tl.constexpr = THREADS if QUANT == "mxfp4" else 1
+    pieces = _products(held, weight, NORMALISE)
+    parts = ()
+    for i in tl.static_range(len(pieces)):
+        part = peaks_of(pieces[i], GROUP, TOGETHER)
+        if SHARE == 1:
+            part = tl.reduce(part, 2, largest_of, keep_dims=True)
+        parts = parts + (part,)
+    peaks = shared_peaks(parts) if SHARE > 1 else parts
+    inverses = ()
+    for j in tl.static_range(len(peaks)):
+        inverses = inverses + (inverse_of(peaks[j], MAXIMUM, NVIDIA),)
+    rstd = tl.full((ROWS, 1), 1.0, tl.float32)
     if NORMALISE:
-        rstd = _rstd(held, eps, N, TREE, LANES, VEC)
-    for i in tl.static_range(len(held)):
-        if UNQUANTISED:
-            row = rows.to(tl.int64)[:, None]
-            at = (tl.arange(0, PIECE) + i * PIECE)[None, :]
-            y = (pieces[i] * rstd).to(unquantised.dtype.element_ty)
-            tl.store(unquantised + row * N + at, y, mask=(rows < m)[:, None] & (at < N))
+        rstd = rstd_of(_sums(held, TREE, LANES, VEC), eps, N, held[0].dtype)
+    row = _row_of(rows, m)
+    if UNQUANTISED:
+        for i in tl.static_range(len(pieces)):
+            _store(pieces[i] * rstd, i * PIECE, unquantised, row, N, 1)
+    factors = ()
+    for j in tl.static_range(len(peaks)):
         if QUANT == "mxfp4":
-            # Not before the sum: held until after it they cost registers.
-            peak = peaks_of(pieces[i], GROUP)
-            inverse = peak
-        if QUANT == "fp8_group128":
-            peak = peaks[i]
-            inverse = inverses[i]
-        if QUANT != "fp8_token":
-            _store_groups(
-                pieces[i], peak, inverse, rstd, i * PIECE, values, scales,
-                scale_row_stride, scale_group_stride, rows, m, scale_rows,
-                N, QUANT, GROUP, VEC, MAXIMUM, BIAS, RULE_BITS, SHUFFLED, WORDS,
-            )  # fmt: skip
-    if QUANT == "fp8_token":
-        _store_token(
-            pieces, peak, inverse, rstd, values, scales, scale_row_stride, rows, m,
-            N, MAXIMUM, BIAS,
+            scale, factor = mxfp4_scale(peaks[j], rstd[:, :, None], RULE_BITS)
+        else:
+            scale, factor = fp8_scale(peaks[j], inverses[j], rstd[:, :, None], MAXIMUM)
+        factors = factors + (factor,)
+        _store_scales(
+            scale, j, len(pieces), scales, scale_row_stride, scale_group_stride,
+            rows, m, scale_rows, N, GROUPS, GROUP, SHUFFLED, THREADS, SHARE,
         )  # fmt: skip
+    for i in tl.static_range(len(pieces)):
+        factor = factors[i // SHARE]
+        if SHARE > 1:
+            factor = tl.gather(factor, tl.full(factor.shape, i % SHARE, tl.int32), 2)
+        if QUANT == "mxfp4":
+            word = mxfp4(pieces[i], factor, RULE_BITS)
+            _store_words(word, i * PIECE, values, row, N, WORDS)
+        else:
+            p = tl.reshape(pieces[i], (ROWS, GROUPS, THREADS, VEC)) * factor[:, :, :, None]
+            coded = fp8(tl.reshape(p, (ROWS, PIECE)), BIAS, values.dtype.element_ty)
+            _store(coded, i * PIECE, values, row, N, 1)
+
+
+@triton.jit
+def _quantise_tokens(
+    held, weight, eps, values, scales, unquantised, scale_row_stride, rows, m,
+    N: tl.constexpr, TREE: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr, MAXIMUM: tl.constexpr, BIAS: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """``_quantise_groups`` with one scale a row."""
+    ROWS: tl.constexpr = held[0].shape[0]
+    PIECE: tl.constexpr = held[0].shape[1]
+    pieces = _products(held, weight, NORMALISE)
+    largest = tl.abs(pieces[0])
+    for i in tl.static_range(1, len(pieces)):
+        largest = largest_of(largest, tl.abs(pieces[i]))
+    # As of the sum, first by warp: reduced at once, a row in several warps would take two barriers.
+    by_warp = tl.reduce(peaks_of(largest, LANES * VEC, VEC), 2, largest_of)
+    sums = (tl.zeros((ROWS, PIECE // (LANES * VEC)), tl.float32),)
+    if NORMALISE:
+        sums = _sums(held, TREE, LANES, VEC)
+    totals = ()
+    for i in tl.static_range(len(sums)):
+        total, peak = _across_warps(sums[i], by_warp)
+        totals = totals + (total,)
+    inverse = inverse_of(peak, MAXIMUM, NVIDIA)
+    rstd = tl.full((ROWS, 1), 1.0, tl.float32)
+    if NORMALISE:
+        rstd = rstd_of(totals, eps, N, held[0].dtype)
+    row = _row_of(rows, m)
+    if UNQUANTISED:
+        for i in tl.static_range(len(pieces)):
+            _store(pieces[i] * rstd, i * PIECE, unquantised, row, N, 1)
+    scale, factor = fp8_scale(peak, inverse, rstd, MAXIMUM)
+    tl.store(scales + row * scale_row_stride, scale)
+    for i in tl.static_range(len(pieces)):
+        coded = fp8(pieces[i] * factor, BIAS, values.dtype.element_ty)
+        _store(coded, i * PIECE, values, row, N, 1)
 
 
 @triton.jit
@@ -299,11 +361,8 @@ def _normalise_rows(
 ):  # fmt: skip
     """``triton_kernels._normalise`` with any number of warps a row, bit for bit."""
     PIECE: tl.constexpr = held[0].shape[1]
-    here = (rows < m)[:, None]
-    row = rows.to(tl.int64)[:, None]
-    rstd = _rstd(held, eps, N, TREE, LANES, VEC)
+    row = _row_of(rows, m)
+    rstd = rstd_of(_sums(held, TREE, LANES, VEC), eps, N, held[0].dtype)
     for i in tl.static_range(len(held)):
         y = (_float(held[i]) * rstd) * _float(weight[i])
-        at = (tl.arange(0, PIECE) + i * PIECE)[None, :]
-        inside = here & (at < N) if (i + 1) * PIECE > N else here
-        tl.store(out + row * N + at, y.to(out.dtype.element_ty), mask=inside)
+        _store(y, i * PIECE, out, row, N, 1)
