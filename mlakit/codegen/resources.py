@@ -294,6 +294,11 @@ class Choice:
         "SIMD, fewest instructions"
     )
 
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        return f"Of {self.considered} configs the rule ({self.rule}) takes {self.config}."
+
 
 def idle_share(config: Config, arch: str, widths: Widths, dtype: str = "bf16") -> float:
     """Share of the lane slots of a row pair that hold no element."""
