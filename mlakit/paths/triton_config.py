@@ -21,6 +21,27 @@ VECTOR_BYTES = 16
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
+ANY_M = 1 << 62
+PROGRAMS = {
+    # More programs than a card starts, one in about 1.2 ns, are what binds small ones: 65,536 rows
+    # of 768 + 256 take 69.4 us with two warps a program where four take 67.6.
+    ("q and kv", "wide"): ((1024, 1, 1), (ANY_M, 4, 1)),
+    # Two rows a warp. 768 + 256, launches apart and overlapping: 18.3 and 17.7 us against 18.4 and
+    # 18.2 at M = 16384, 66.5 and 68.0 against 67.5 and 69.0 at 65536.
+    ("q and kv", "narrow"): ((1024, 1, 1), (8192, 4, 1), (ANY_M, 2, 2)),
+    # From M = 1024 on four warps gain 2 %; at 64 they would lose 2 %.
+    ("kv", "wide"): ((128, 1, 1), (ANY_M, 4, 1)),
+    # kv alone 512: four warps 0.93 us, one 0.94 at M = 1; eight 2.21, four 2.26 at 512; launches
+    # overlapping two 3.23, four 3.34 at 4096, and two with two rows each 5.36, four 5.59 at 8192.
+    ("kv", "narrow"): (
+        *((4, 4, 1), (128, 1, 1), (256, 4, 1), (768, 8, 1), (2048, 4, 1)),
+        *((4096, 2, 1), (8192, 2, 2), (ANY_M, 4, 1)),
+    ),
+}
+"""Up to this many rows: fewest warps of a program, and rows that a warp holds at once. Narrow is
+1 KiB of a row of kv alone, 2 KiB of both parts."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Every knob of one launch. Rows are rows per program; warps are warps that share one row.
@@ -98,19 +119,22 @@ def heuristic(
     if arch == "cpu":
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
         return Config(64, 64, q_warps, k_warps, max(q_warps, k_warps))
-    # Small programs are bound by the rate at which a card starts them, about 1.5 a ns: kv alone
-    # takes 34.4 us with 4 warps a program and 41.5 with 1 at M = 65536, 768 + 256 takes 67.6 and
-    # 69.4 with 2. kv alone gains 2 % from M = 1024 on, and would lose 2 % at 64.
-    few = m <= (1024 if q_width else 128)
-    num_warps = max(q_warps, k_warps, 1 if few else 4)
+    if 1024 < m <= 2048 and q_warps == 4 and q_width <= 1536:
+        # Four warps leave a quarter of their lanes empty: 5.98 us against 6.02 with two at
+        # M = 2048, 1536 + 512; at 1024 and 4096 they lose 2 and 1 %, and 2048 + 512 always does.
+        q_warps = 2
+    narrow = (q_width + k_width) * ITEMSIZE[dtype] <= (2048 if q_width else 1024)
+    programs = PROGRAMS["q and kv" if q_width else "kv", "narrow" if narrow else "wide"]
+    fewest, rows = next(p[1:] for p in programs if m <= p[0])
+    num_warps = max(q_warps, k_warps, fewest)
     nvidia = vendor_of(arch) == "nvidia"
     # Between two matrix products the step adds 0.5 us instead of 1.4 at M = 1, 0.9 instead of 2.1
     # at 128, 8.6 instead of 9.4 at 4096; but 2.5 instead of 1.8 at 256 and the same or more from
     # there to 2048.
     early = from_sm_90(arch) and (m <= 192 or m >= 4096)
     return Config(
-        q_rows=num_warps // q_warps,
-        k_rows=num_warps // k_warps,
+        q_rows=num_warps // q_warps * rows,
+        k_rows=num_warps // k_warps * rows,
         q_warps=q_warps,
         k_warps=k_warps,
         num_warps=num_warps,
@@ -177,19 +201,20 @@ def search_space(
     launches = [(False, False), (True, False), (True, True)]
     launches = launches if vendor_of(arch) == "nvidia" else launches[:1]
     found: dict[Config, None] = {}
-    for (q_warps, k_warps), groups, rows, separate in product(
-        held, (1, 2, 4), (1, 2, 4), (True, False)
+    for (q_warps, k_warps), num_warps, rows, separate in product(
+        held, (1, 2, 4, 8), (1, 2, 4), (True, False)
     ):
-        num_warps = max(q_warps, k_warps) * groups
         q_rows, k_rows = (num_warps // w * rows for w in (q_warps, k_warps))
         if not separate:
             q_rows = k_rows = max(q_rows, k_rows)
+        if not q_rows or not k_rows or rows > m:
+            continue
         for hoist, evict, persistent, launch in product(
             (True, False), (True, False), (False, True), launches
         ):
             rest = separate, persistent, hoist, evict, *launch
             config = Config(q_rows, k_rows, q_warps, k_warps, num_warps, *rest, not batch_invariant)
-            if rows <= m and check(config, arch, q_width, k_width, dtype) is None:
+            if check(config, arch, q_width, k_width, dtype) is None:
                 found[config] = None
     return list(found)
 

@@ -60,8 +60,9 @@ def call(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise q (M, q_lora_rank) and k (M, kv_lora_rank); see ``registry.Path``.
 
-    ``config``: these knobs rather than the heuristic's. ``batch_invariant=False`` lets the
-    reduction tree follow M where that is faster: a row's last bits may then depend on M.
+    ``config``: these knobs rather than the heuristic's. ``batch_invariant=False`` gives a
+    row's sum the tree of the warps that hold it, which follow M: its last bits then do too. That
+    gains 0.1 to 0.3 % on an H200 at M = 2048, 1536 + 512; at other M these are the same trees.
 
     Raises:
         MisuseError: arguments the kernel cannot serve; nothing was launched.

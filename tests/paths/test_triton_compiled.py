@@ -19,7 +19,13 @@ LETTERS = {"LDG": "L", "STG": "S", "ACQBULK": "W", "PREEXIT": "R", "SHFL": "s"}
 @pytest.mark.skipif(not os.path.exists(TOOL), reason="this triton brings no nvdisasm")
 @pytest.mark.parametrize(
     ("m", "q_width", "k_width", "weights"),
-    [(4096, 0, 512, None), (4096, 1024, 512, None), (512, 768, 256, "fp32"), (8, 1536, 512, None)],
+    [
+        (4096, 0, 512, None),
+        (4096, 1024, 512, None),
+        (512, 768, 256, "fp32"),
+        (8, 1536, 512, None),
+        (16384, 768, 256, None),
+    ],
 )
 def test_weights_are_asked_for_before_the_reduction(tmp_path, m, q_width, k_width, weights):
     from triton.backends.compiler import GPUTarget
