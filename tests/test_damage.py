@@ -186,13 +186,12 @@ def test_data_files(tmp_path, monkeypatch, name, read):
 # ---- sweep files
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "toml", "json"])
+@pytest.mark.parametrize("suffix", ["toml", "json"])
 def test_sweep_files(tmp_path, suffix):
     values = {"preset": "quick", "models": ["DeepSeek-V3"], "hidden": ["1536+512"], "seed": 7}
     values |= {"batches": [1, 64], "budget_s": 1.5, "measure": ["timing"]}
     text = "\n".join(f"{k} = {json.dumps(v)}" for k, v in values.items())
-    if suffix != "toml":
-        text = json.dumps(values) if suffix == "json" else text.replace(" = ", ": ")
+    text = json.dumps(values) if suffix == "json" else text
     file = tmp_path / f"sweep.{suffix}"
     file.write_text(text)
     survives(file, lambda: SweepSpec.load(file), seeds=40)
@@ -200,16 +199,10 @@ def test_sweep_files(tmp_path, suffix):
 
 def test_a_sweep_file_is_data_and_never_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for text in (
-        "models: !!python/object/apply:os.system ['touch ran']",
-        "models: !!python/object/new:os.system ['touch ran']",
-        'models: ["$(touch ran)"]',
-        "models: [`touch ran`]",
-        "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nmodels: [*b, *b, *b]",
-    ):
-        (tmp_path / "s.yaml").write_text(text)
-        assert "\n" not in refusal(lambda: SweepSpec.load("s.yaml")) != ""
-    assert [p.name for p in tmp_path.iterdir()] == ["s.yaml"]
+    for text in ('models = ["$(touch ran)"]', "models = [`touch ran`]", "models = ['`touch ran`']"):
+        (tmp_path / "s.toml").write_text(text)
+        assert "\n" not in refusal(lambda: SweepSpec.load("s.toml")) != ""
+    assert [p.name for p in tmp_path.iterdir()] == ["s.toml"]
 
 
 # ---- notebooks and their parameters

@@ -8,17 +8,16 @@ from typing import Annotated
 
 import typer
 
-from mlakit.archs import check as check_arch
 from mlakit.archs import here
 from mlakit.cli import base
 from mlakit.cli.base import Arch, Json, Names, app, given, line, print_rows, progress, split, whole
-from mlakit.errors import ExitCode, MisuseError, one_of
+from mlakit.errors import ExitCode, MisuseError
 
 
 @app.command(epilog="Example: mlakit sweep --arch cpu --batch 1,64,1024 --model DeepSeek-V3,GLM-5")
 def sweep(
     preset: Annotated[str, typer.Option(help="quick or qk-norm.")] = "",
-    spec: Annotated[str, typer.Option(help="A YAML, TOML or JSON file of the same options.")] = "",
+    spec: Annotated[str, typer.Option(help="A TOML or JSON file of the same options.")] = "",
     arch: Arch = None,
     model: base.Models = None,
     hidden: base.Hidden = None,
@@ -103,26 +102,13 @@ def report(
     """Measure this machine, run the notebooks, write an offline HTML folder; prints its page."""
     from mlakit.report import build
 
-    names = split(notebook)
-    one_of("notebook", build.NOTEBOOKS, *names)
-    chosen = given(
-        archs=tuple(dict.fromkeys(check_arch(a) for a in split(arch))),
-        models=tuple(split(model)),
-        batches=tuple(whole(batch)),
-        drift_batches=tuple(whole(drift_batch)),
-        notebooks=tuple(names),
-    )
+    chosen = given(archs=split(arch), models=split(model), notebooks=split(notebook))
+    chosen |= given(batches=whole(batch), drift_batches=whole(drift_batch))
     options = build.Options(
-        dtype=dtype,
-        policy=policy,
-        seed=seed,
-        budget_s=budget_s,
-        cell_limit_s=cell_limit_s,
-        run_limit_s=run_limit_s,
-        jobs=jobs,
-        baseline=baseline,
-        **chosen,
-    )
+        **{name: tuple(dict.fromkeys(values)) for name, values in chosen.items()},
+        dtype=dtype, policy=policy, seed=seed, budget_s=budget_s, cell_limit_s=cell_limit_s,
+        run_limit_s=run_limit_s, jobs=jobs, baseline=baseline,
+    )  # fmt: skip
     done = build.build(options, out, line)
     for name, sentences in done.verdicts.items():
         print(f"{name}:")

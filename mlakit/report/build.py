@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from mlakit import __version__, archs
 from mlakit.dispatch import switches
-from mlakit.errors import ExitCode, MisuseError
+from mlakit.errors import ExitCode, MisuseError, one_of
 from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
@@ -77,25 +77,24 @@ class Report:
         return runbook.STATUS_EXIT[self.status]
 
 
-def default_archs() -> tuple[str, ...]:
-    """What is here, then gfx942 and gfx950: the story's cards, shown without a measured speed."""
-    return tuple(dict.fromkeys((*archs.here(), "gfx942", "gfx950")))
-
-
 def build(
     options: Options, out: str | Path = "runs", progress: Callable[[str], None] = print
 ) -> Report:
     """Measure, run the notebooks, write the pages. A failing notebook gives a page, not an error.
 
     Raises:
-        MisuseError: an unknown model, arch, dtype, policy or baseline; nothing is written.
+        MisuseError: an unknown model, arch, dtype, policy, notebook or baseline; nothing is
+            written.
         LockedError: another report is being made in ``out``; it is named.
     """
     needs = ("papermill", "nbconvert", "nbformat", "matplotlib")
     lacks = [name for name in needs if find_spec(name) is None]
     if lacks:
         raise MisuseError(f"a report needs {', '.join(lacks)}: pip install 'mlakit[notebooks]'")
-    options = replace(options, archs=options.archs or default_archs())
+    # What is here, then the story's cards, shown without a measured speed.
+    named = options.archs or (*archs.here(), "gfx942", "gfx950")
+    options = replace(options, archs=tuple(dict.fromkeys(map(archs.check, named))))
+    one_of("notebook", NOTEBOOKS, *options.notebooks)
     check(
         {"dtype": options.dtype, "policy": options.policy, "batches": list(options.batches)}
         | {"seed": options.seed}

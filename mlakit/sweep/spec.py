@@ -94,7 +94,7 @@ class SweepSpec(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path, **given) -> SweepSpec:
-        """The specification in a YAML, TOML or JSON file; ``given`` values win over the file's.
+        """The specification in a TOML or JSON file; ``given`` values win over the file's.
 
         Raises:
             MisuseError: no such file, another format, or not a table of values.
@@ -110,7 +110,7 @@ class SweepSpec(BaseModel):
             reason = " ".join(str(error).split())
             raise MisuseError(f"{path} does not read as {path.suffix[1:]}: {reason:.120}") from None
         if not isinstance(values, dict):
-            raise MisuseError(f"{path} holds no table: write lines such as batches: [1, 64]")
+            raise MisuseError(f"{path} holds no table: write lines such as batches = [1, 64]")
         return cls.parse(values | {k: v for k, v in given.items() if v is not None})
 
     def values(self) -> dict:
@@ -138,18 +138,4 @@ def _load(path: Path) -> object:
         return json.loads(text)
     if path.suffix == ".toml":
         return tomllib.loads(text)
-    if path.suffix not in (".yaml", ".yml"):
-        raise MisuseError(f"{path}: a sweep file ends in .yaml, .toml or .json")
-    try:
-        import yaml
-    except ImportError:
-        raise MisuseError(
-            f"{path}: YAML needs `pip install pyyaml`; TOML and JSON do not"
-        ) from None
-    try:
-        # a few nested aliases stand for more values than memory holds
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise MisuseError(f"{path} has YAML aliases (*name): write the values out")
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from None
+    raise MisuseError(f"{path}: a sweep file ends in .toml or .json")

@@ -27,7 +27,6 @@ def test_every_source_gives_the_same_cells(tmp_path):
     texts = {
         "s.json": json.dumps(VALUES),
         "s.toml": "\n".join(f"{k} = {json.dumps(v)}" for k, v in VALUES.items()),
-        "s.yaml": "\n".join(f"{k}: {json.dumps(v)}" for k, v in VALUES.items()),
     }
     specs = [SweepSpec.parse(VALUES)]
     for name, text in texts.items():
@@ -76,9 +75,8 @@ def test_files_that_do_not_read(tmp_path):
     for name, text, message in (
         ("a.toml", "batches = [", "does not read as toml"),
         ("a.json", "{", "does not read as json"),
-        ("a.yaml", "a: [", "does not read as yaml"),
-        ("b.yaml", "- 1", "holds no table"),
-        ("a.txt", "", "ends in .yaml, .toml or .json"),
+        ("b.json", "[1]", "holds no table"),
+        ("a.yaml", "a: 1", "ends in .toml or .json"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(MisuseError, match=message):
