@@ -6,6 +6,7 @@ the fnuz encodings: CDNA3 ISA, section "FP8 and BF8 data types".
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,21 +15,31 @@ F32, F64, U32, U64, I64 = np.float32, np.float64, np.uint32, np.uint64, np.int64
 
 
 class MiniFloat(NamedTuple):
-    """A float of at most 8 bits: mantissa bits, bias, largest finite value, codes above it."""
+    """A float of at most 8 bits: mantissa bits, bias, code of the largest value, codes above it."""
 
     bits: int
     mantissa: int
     bias: int
-    largest: float
+    top: int
     inf: int | None
     nan: int | None
 
 
-E4M3 = MiniFloat(8, 3, 7, 448.0, None, 0x7F)
-E5M2 = MiniFloat(8, 2, 15, 57344.0, 0x7C, 0x7F)
-E4M3_FNUZ = MiniFloat(8, 3, 8, 240.0, None, 0x80)
-E5M2_FNUZ = MiniFloat(8, 2, 16, 57344.0, None, 0x80)
-E2M1 = MiniFloat(4, 1, 1, 6.0, None, None)
+E4M3 = MiniFloat(8, 3, 7, 0x7E, None, 0x7F)
+E5M2 = MiniFloat(8, 2, 15, 0x7B, 0x7C, 0x7F)
+E4M3_FNUZ = MiniFloat(8, 3, 8, 0x7F, None, 0x80)
+E5M2_FNUZ = MiniFloat(8, 2, 16, 0x7F, None, 0x80)
+E2M1 = MiniFloat(4, 1, 1, 7, None, None)
+
+
+@cache
+def _boundaries(to: MiniFloat) -> np.ndarray:
+    """(top + 1,) float64: half-way from each code's magnitude to the next; the last overflows."""
+    codes = np.arange(to.top + 1)
+    exponent, units = codes >> to.mantissa, codes & ((1 << to.mantissa) - 1)
+    units = units + np.where(exponent > 0, 1 << to.mantissa, 0)
+    values = np.ldexp(units.astype(F64), np.maximum(exponent, 1) - to.bias - to.mantissa)
+    return np.append(values[1:] + values[:-1], 3 * values[-1] - values[-2]) / 2
 
 
 def to_minifloat(x: np.ndarray, to: MiniFloat, saturate: bool = False) -> np.ndarray:
@@ -38,30 +49,15 @@ def to_minifloat(x: np.ndarray, to: MiniFloat, saturate: bool = False) -> np.nda
     gives the largest finite value instead, but keeps a true inf. A format without NaN saturates.
     """
     x = np.asarray(x, F64)
-    finite = np.isfinite(x)
-    size = np.where(finite, np.abs(x), 0.0)
-    _, exponent = np.frexp(size)
-    exponent = np.maximum(np.where(size > 0, exponent - 1, -1075), 1 - to.bias)
-    units = np.rint(np.ldexp(size, to.mantissa - exponent))
-    exponent = np.where(size > 2 * to.largest, 0, exponent)
-    code = (exponent + to.bias - 1) * (1 << to.mantissa) + np.minimum(units, 1 << 16)
-    top = to_code_of_largest(to)
-    over = (code > top) | (size > 2 * to.largest) | np.isinf(x)
+    size, between = np.abs(x), _boundaries(to)
+    code = np.searchsorted(between, size)
+    code += (code % 2 == 1) & (size == between[np.minimum(code, to.top)])
     beyond = to.inf if to.inf is not None else to.nan
-    clamp = over if beyond is None else over & finite & saturate
-    code = np.where(over, 0 if beyond is None else beyond, code)
-    code = np.where(clamp, top, code).astype(U32)
+    kept = beyond is None or (saturate & np.isfinite(x))
+    code = np.where(code > to.top, np.where(kept, to.top, beyond or 0), code)
     sign = np.signbit(x) & ~((to.nan == 0x80) & ((code == 0) | (code == 0x80)))
-    code = np.where(sign, code | U32(1 << (to.bits - 1)), code)
-    return np.where(np.isnan(x), U32(top if to.nan is None else to.nan), code)
-
-
-def to_code_of_largest(to: MiniFloat) -> int:
-    """The code of the largest finite value."""
-    _, exponent = np.frexp(to.largest)
-    field = int(exponent) - 1 + to.bias
-    units = int(np.ldexp(to.largest, to.bias + to.mantissa - field))
-    return ((field - 1) << to.mantissa) + units
+    code = np.where(sign, code | (1 << (to.bits - 1)), code)
+    return np.where(np.isnan(x), to.top if to.nan is None else to.nan, code).astype(U32)
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
