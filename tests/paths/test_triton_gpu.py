@@ -49,17 +49,25 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(widths):
             assert same(got, [y[start : start + m] for y in whole]), (m, start)
 
 
-@pytest.mark.parametrize("widths", [(1536, 512, 64), (769, 1025, 7)])
+@pytest.mark.parametrize("widths", [(1536, 512, 64), (769, 257, 7)])
 def test_no_config_changes_a_bit(widths):
     q, k, _ = widths
     args = rows(65537, Widths(*widths))
     whole = triton_fused.call(*args)
     space = {}
     for c in search_space(archs.devices()[0].arch, 65537, q, k):
-        space.setdefault((c.q_warps, c.k_warps, c.num_warps, c.separate, c.persistent), c)
+        # Rows that start anywhere take seconds to compile: fewer of those.
+        if q % 2 == 0 or (c.separate and c.num_warps in (1, 4)):
+            key = c.q_warps, c.num_warps, c.separate and c.q_rows, c.separate, c.persistent
+            space.setdefault(key, c)
     assert {c.q_warps for c in space.values()} >= {1, 2}
+    differ = {}
     for config in space.values():
-        assert same(triton_fused.call(*args, config=config), whole), config
+        got = triton_fused.call(*args, config=config)
+        counts = [int((x != y).sum()) for x, y in zip(got, whole, strict=True)]
+        if any(counts):
+            differ[config] = counts
+    assert not differ, f"of {len(space)} configs: {differ}"
 
 
 @pytest.mark.parametrize("widths", [(1536, 512, 64), (768, 256, 8), (2048, 512, 64)])
