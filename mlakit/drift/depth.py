@@ -17,7 +17,6 @@ from torch.nn.functional import rms_norm
 from mlakit.errors import MisuseError
 from mlakit.models import mla
 from mlakit.models.hf import step_of
-from mlakit.paths import registry
 
 DIMS = mla.Dims(512, 8, 192, 128, nope=32, rope=16, v=32)
 """DeepSeek-V3's proportions at a size that a CPU runs 61 layers of in seconds"""
@@ -124,7 +123,7 @@ def divergence(
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     hidden, head = normal(tokens, DIMS.hidden_size), normal(VOCABULARY, DIMS.hidden_size)
-    step_a, step_b = _step(a), _step(b)
+    step_a, step_b = step_of(a), step_of(b)
     base = _run(hidden, made, step_a)
     other = _run(hidden, made, step_b)
     floors = [_run(hidden, made, step_a, seed + 1 + n) for n in range(orders)]
@@ -141,12 +140,6 @@ def divergence(
 
 def _name(step: str | Callable) -> str:
     return step if isinstance(step, str) else getattr(step, "__name__", "a callable")
-
-
-def _step(step: str | Callable) -> Callable:
-    if not isinstance(step, str):
-        return step
-    return registry.get(step).call if step in registry.names() else step_of(None, step)
 
 
 @torch.no_grad()

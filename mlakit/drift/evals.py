@@ -271,7 +271,7 @@ def evaluate(
     if a == b:
         raise MisuseError(f"both sides are {a}: give two, for example {UNPATCHED} and truncate")
     asked = hf.read_questions(questions)
-    plans = {n: None if n == UNPATCHED else hf.step_of(*hf.side(n)) for n in (a, b)}
+    plans = {n: None if n == UNPATCHED else hf.step_of(n) for n in (a, b)}
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

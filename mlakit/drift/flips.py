@@ -52,7 +52,7 @@ def _model_and_step(side: str, device: str) -> tuple[small.Small, Callable]:
     name, _, with_weight = side.partition(", ")
     model = small.load(device)
     if name in ROUNDINGS:
-        return model, step_of(None, name)
+        return model, step_of(name)
     path = registry.get(name)
     if path.output == "none":
         return model, path.call

@@ -57,8 +57,6 @@ def hf_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def _by_rounding(name: str) -> Callable:
     if name == "cast_then_weight":
         return cast_then_weight
-    if name not in ROUNDINGS:
-        raise unknown("rounding", name, ROUNDINGS)
     formula = ROUNDINGS[name]
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps):
@@ -68,30 +66,25 @@ def _by_rounding(name: str) -> Callable:
     return call
 
 
-def step_of(path: str | Callable | None, rounding: str | None = None) -> Callable:
-    """The step that ``path`` or ``rounding`` names; with neither, the call that mlakit chooses.
+def step_of(name: str | Callable | None) -> Callable:
+    """The step that a path's or a rounding's name stands for; None: the call that mlakit chooses.
 
     Raises:
-        MisuseError: both given, an unknown name, or a path that delivers a quantised q.
+        MisuseError: an unknown name, or a path that delivers a quantised q.
     """
-    if path is not None and rounding is not None:
-        raise MisuseError(f"path {path!r} and rounding {rounding!r}: give one, a path has its own")
-    if rounding is not None:
-        return _by_rounding(rounding)
-    if callable(path):
-        return path
+    if callable(name):
+        return name
     from mlakit.dispatch.call import qk_rmsnorm
 
-    if path is None:
+    if name is None:
         return qk_rmsnorm
-    if registry.get(path).output != "none":
-        raise MisuseError(f"{path} delivers a quantised q: transformers' q_b_proj can't read it")
-    return partial(qk_rmsnorm, path=path)
-
-
-def side(name: str) -> tuple[str | None, str | None]:
-    """``(path, rounding)`` of a name that may be either; ``step_of`` refuses an unknown one."""
-    return (None, name) if name in ROUNDINGS else (name, None)
+    if name in ROUNDINGS:
+        return _by_rounding(name)
+    if name not in registry.names():
+        raise unknown("path or rounding", name, (*registry.names(), *ROUNDINGS))
+    if registry.get(name).output != "none":
+        raise MisuseError(f"{name} delivers a quantised q: transformers' q_b_proj can't read it")
+    return partial(qk_rmsnorm, path=name)
 
 
 class Patched(ExitStack):
@@ -128,7 +121,11 @@ def patch(
     Raises:
         MisuseError: no MLA attention in it, patched already, or a name that is not known.
     """
-    step = step_of(path, rounding)
+    if path is not None and rounding is not None:
+        raise MisuseError(f"path {path!r} and rounding {rounding!r}: give one, a path has its own")
+    if rounding is not None and rounding not in ROUNDINGS:
+        raise unknown("rounding", rounding, ROUNDINGS)
+    step = step_of(rounding or path)
     found = [m for m in model.modules() if getattr(m, "kv_a_layernorm", None) is not None]
     if not found:
         raise MisuseError(

@@ -93,7 +93,7 @@ def test_the_ends_are_top1_and_kl_as_defined():
 
 
 def test_misuse():
-    with pytest.raises(MisuseError, match="unknown rounding 'round_twice'"):
+    with pytest.raises(MisuseError, match="unknown path or rounding 'round_twice'"):
         depth.divergence("round_once", "round_twice")
     with pytest.raises(MisuseError, match="at least"):
         depth.divergence("round_once", "truncate", orders=0)

@@ -67,7 +67,7 @@ def test_another_step_is_really_run(folder, questions, tmp_path, monkeypatch):
         seen.append(q.shape)
         return q * 0, k * 0
 
-    monkeypatch.setattr(hf, "step_of", lambda path, rounding: zeros)
+    monkeypatch.setattr(hf, "step_of", lambda name: zeros)
     evaluate(folder, questions, "unpatched", "torch_native", tmp_path)
     assert seen
     plain, other = ((tmp_path / f"{n}.jsonl").read_text() for n in ("unpatched", "torch_native"))
