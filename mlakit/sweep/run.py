@@ -30,6 +30,15 @@ Progress = Callable[[int, int, Cell, str], None]
 """Called with (jobs done, jobs in all, the cell, its statuses in words) after each job."""
 
 
+Hands = Callable[
+    [Path, list[Job], Callable[[dict, int], None], Mapping[str, str], float],
+    Iterator[tuple[Cell, dict]],
+]
+"""Measures a run's jobs; yields each cell with its worker's reply. Called with the run's folder,
+the jobs, what is to be told the environment and the number of devices before anything is measured,
+what measures a cell by kind, and the most seconds a cell may take."""
+
+
 def progress_line(done: int, total: int, cell: Cell, words: str) -> str:
     """What ``Progress`` is called with, as one plain line."""
     shape = f"{cell.widths} M={cell.m} {cell.dtype} {cell.clock} {cell.cache}"
@@ -85,7 +94,7 @@ class SweepSummary:
         )
 
 
-def settle_environment(run: store.Run, env: dict, force: bool) -> None:
+def _settle_environment(run: store.Run, env: dict, force: bool) -> None:
     """Record the environment of a new run; hold that of a resumed one against what was recorded.
 
     Raises:
@@ -108,7 +117,7 @@ def settle_environment(run: store.Run, env: dict, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_sweep(
+def _open_sweep(
     cells: Sequence[Cell] | None,
     run_dir: Path,
     measure: Sequence[str],
@@ -152,7 +161,7 @@ def open_sweep(
         run.close()
 
 
-def set_aside(run: store.Run, missing: list[Job]) -> None:
+def _set_aside(run: store.Run, missing: list[Job]) -> None:
     """Rename the parts that are measured again: what is there afterwards is of this call."""
     for kind, cell in missing:
         part = store.part_path(run.path, kind, cell.id)
@@ -169,7 +178,7 @@ def longest_first(jobs: Iterable[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: -abs(math.log2(job[1].m / 2048)))
 
 
-def missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
+def _missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
     """The jobs still to do, GPUs first, and a summary that counts those already done.
 
     Args:
@@ -208,6 +217,7 @@ def run_sweep(
     spec: dict | None = None,
     functions: dict[str, str] | None = None,
     worker: Worker | None = None,
+    hands: Hands | None = None,
 ) -> SweepSummary:
     """Measure every cell that the run at ``out_dir`` lacks. One device is at work at a time.
 
@@ -224,6 +234,7 @@ def run_sweep(
         spec: what the sweep was asked for, kept in ``run.json``.
         functions: what measures, by kind, as ``module:function``; ``worker.FUNCTIONS`` if absent.
         worker: a started worker to use first; it is stopped at the end.
+        hands: what measures instead of this machine's devices (``mlakit.sweep.spread``).
 
     Raises:
         MisuseError: the folder, the run in it or its environment does not allow this.
@@ -232,28 +243,26 @@ def run_sweep(
         KeyboardInterrupt: interrupted; the run is marked so and can be resumed.
     """
     begun, run_dir = time.perf_counter(), Path(out_dir)
-    device: WarmDevice | None = None
+    device = WarmDevice("", run_dir / "worker.log", worker)
     try:
-        with open_sweep(cells, run_dir, measure, resume, spec, time_limit_s) as (run, limit_s):
-            missing, summary = missing_jobs(run, retry)
+        with _open_sweep(cells, run_dir, measure, resume, spec, time_limit_s) as (run, limit_s):
+            missing, summary = _missing_jobs(run, retry)
+
+            def settle(env: dict, workers: int) -> None:
+                _settle_environment(run, env, force)
+                _set_aside(run, missing)
+                summary.workers = workers
+
             if missing:
-                log = run_dir / "worker.log"
-                worker = worker or Worker(log)
-                device = WarmDevice("", log, worker)
-                settle_environment(run, worker.environment, force)
-                set_aside(run, missing)
-                every = FUNCTIONS | (functions or {})
-                order = missing, device, worker.environment, every, limit_s
-                for cell, reply in _measure_here(run_dir, *order):
-                    count_in(summary, progress, cell, reply)
-            return finish(run, summary, begun)
+                order = missing, settle, FUNCTIONS | (functions or {}), limit_s
+                for cell, reply in (hands or _here(device))(run_dir, *order):
+                    _count_in(summary, progress, cell, reply)
+            return _finish(run, summary, begun)
     finally:
-        for started in (worker, device):
-            if started:
-                started.stop()
+        device.stop()
 
 
-def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
+def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
     """Count the run's rows, and close its record."""
     summary.wall_s = round(time.perf_counter() - begun, 3)
     kinds = [store.read_rows(run.path, kind) for kind in run.record["measure"]]
@@ -266,33 +275,32 @@ def finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:
     return summary
 
 
-def _measure_here(
-    run_dir: Path,
-    jobs: Iterable[Job],
-    device: WarmDevice,
-    env: dict,
-    functions: Mapping[str, str],
-    limit_s: float,
-) -> Iterator[tuple[Cell, dict]]:
-    """Measure each job on the first device of its arch: the cell, and the worker's reply.
+def _here(device: WarmDevice) -> Hands:
+    """Each job on the first device of its arch on this machine.
 
     An absent card's time is never stated; its arithmetic may be emulated on the CPU.
     """
-    for kind, cell in jobs:
-        names = devices_of(cell.arch, env)
-        if not names and kind == "timing":
-            reason = f"{cell.arch} is not on this machine (here: {', '.join(here(env))})"
-            statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
-            yield cell, {"statuses": statuses}
-            continue
-        name = names[0] if names else "cpu"
-        if device.name not in ("", name):
-            device.stop()  # nothing of one device is left to another's figures
-        device.name = name
-        yield cell, device.measure(run_dir, kind, cell, env, functions[kind], limit_s)
+
+    def hands(run_dir, jobs, settle, functions, limit_s):
+        env = device.environment
+        settle(env, 1)
+        for kind, cell in jobs:
+            names = devices_of(cell.arch, env)
+            if not names and kind == "timing":
+                reason = f"{cell.arch} is not on this machine (here: {', '.join(here(env))})"
+                statuses = write_fault(run_dir, kind, cell, env, "skipped", reason)
+                yield cell, {"statuses": statuses}
+                continue
+            name = names[0] if names else "cpu"
+            if device.name not in ("", name):
+                device.stop()  # nothing of one device is left to another's figures
+            device.name = name
+            yield cell, device.measure(run_dir, kind, cell, env, functions[kind], limit_s)
+
+    return hands
 
 
-def count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply: dict) -> None:
+def _count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply: dict) -> None:
     """Add a job's reply to the summary, and tell of it."""
     summary.done += 1
     summary.measuring_s += reply.get("measure_s", 0.0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +19,8 @@ from mlakit import locks
 from mlakit.archs import vendor_of
 from mlakit.errors import MisuseError
 from mlakit.records import Cell
-from mlakit.sweep import run as sweeping
 from mlakit.sweep import store, worker
-from mlakit.sweep.run import Progress, SweepSummary
+from mlakit.sweep.run import Hands, SweepSummary, longest_first, run_sweep
 from mlakit.sweep.worker import Worker, devices_of
 
 
@@ -68,33 +66,21 @@ def _distributed():
 
 
 def over_dask(
-    cells: Sequence[Cell] | None,
-    out_dir: str | Path,
-    *,
-    scheduler: str | None = None,
-    measure: Sequence[str] = ("timing",),
-    resume: bool = True,
-    force: bool = False,
-    retry: Sequence[str] = (),
-    time_limit_s: float | None = None,
-    progress: Progress | None = None,
-    spec: dict | None = None,
-    functions: dict[str, str] | None = None,
+    cells: Sequence[Cell] | None, out_dir: str | Path, *, scheduler: str | None = None, **options
 ) -> SweepSummary:
     """``run_sweep`` on the workers of a dask scheduler; ``out_dir`` is storage that all share.
 
     Args:
+        cells: as ``run_sweep`` has them.
+        out_dir: as ``run_sweep`` has it.
         scheduler: the scheduler's address; by default a cluster of this machine's devices.
-        cells, out_dir, measure, resume, force, retry, time_limit_s, progress, spec, functions: as
-            ``run_sweep`` has them.
+        **options: as ``run_sweep`` has them.
 
     Raises:
         MisuseError: as ``run_sweep``; no dask; no worker that offers an arch; or workers of one
             arch whose environments differ.
     """
-    begun = time.perf_counter()
     distributed = _distributed()
-    run_dir = Path(out_dir).absolute()
     with contextlib.ExitStack() as stack:
         cluster = scheduler or stack.enter_context(local_cluster())
         try:
@@ -102,37 +88,39 @@ def over_dask(
         except (OSError, ValueError) as error:
             raise MisuseError(f"no dask scheduler at {scheduler}: {error}") from None
         stack.enter_context(client)
+        return run_sweep(cells, Path(out_dir).absolute(), hands=_hands(client), **options)
+
+
+def _hands(client) -> Hands:
+    """Each job on a worker that offers its arch, the long ones first."""
+
+    def hands(run_dir, jobs, settle, functions, limit_s):
         env = _cluster_environment(client)
-        opened = sweeping.open_sweep(cells, run_dir, measure, resume, spec, time_limit_s)
-        run, limit_s = stack.enter_context(opened)
-        sweeping.settle_environment(run, env, force)
-        missing, summary = sweeping.missing_jobs(run, retry)
-        sweeping.set_aside(run, missing)
-        summary.workers = len(client.scheduler_info(n_workers=-1)["workers"])
-        every = worker.FUNCTIONS | (functions or {})
+        settle(env, len(client.scheduler_info(n_workers=-1)["workers"]))
         queues: dict[str, deque] = {}
-        for kind, cell in sweeping.longest_first(missing):
+        for kind, cell in longest_first(jobs):
             if devices_of(cell.arch, env):
                 queues.setdefault(cell.arch, deque()).append((kind, cell))
                 continue
             reason = f"no dask worker offers {cell.arch} (offered: {', '.join(worker.here(env))})"
             statuses = worker.write_fault(run_dir, kind, cell, env, "skipped", reason)
-            sweeping.count_in(summary, progress, cell, {"statuses": statuses})
+            yield cell, {"statuses": statuses}
 
         def submit(kind: str, cell: Cell):
-            arguments = (str(run_dir), kind, cell.to_json(), env, every[kind], limit_s)
-            key, offer = f"{run.id}-{kind}-{cell.id}", {cell.arch: 1}
+            arguments = (str(run_dir), kind, cell.to_json(), env, functions[kind], limit_s)
+            key, offer = f"{run_dir.name}-{kind}-{cell.id}", {cell.arch: 1}
             return client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
 
         for (kind, cell), future in _one_a_device(client, queues, submit):
             try:
                 reply = future.result()
-            except distributed.KilledWorker:
+            except _distributed().KilledWorker:
                 reason = "every dask worker that took this cell died"
                 reply = {"statuses": worker.write_fault(run_dir, kind, cell, env, "killed", reason)}
-            sweeping.count_in(summary, progress, cell, reply)
+            yield cell, reply
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
-        return sweeping.finish(run, summary, begun)
+
+    return hands
 
 
 def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterator[tuple]:
@@ -197,15 +185,12 @@ def _only(arch: str, env: dict) -> dict:
 
 # ---- inside a dask worker
 
-_STARTED: list[tuple[worker.WarmDevice, dict]] = []
+_DEVICE = worker.WarmDevice("")
 
 
 def _environment() -> dict:
-    """The environment of this dask worker's device; starts its warm child, keeps torch out."""
-    if not _STARTED:
-        child = Worker()
-        _STARTED.append((worker.WarmDevice("", worker=child), child.environment))
-    return _STARTED[0][1]
+    """The environment of this dask worker's device, from its warm child: torch is kept out."""
+    return _DEVICE.environment
 
 
 def _run_cell(
@@ -224,9 +209,8 @@ def _run_cell(
     reply: dict = {"statuses": []}
     with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + worker.START_S):
         if not store.is_done(folder, kind, cell.id):
-            device, _ = _STARTED[0]
-            device.name = devices_of(cell.arch, env)[0]
-            reply = device.measure(folder, kind, cell, env, function, limit_s)
+            _DEVICE.name = devices_of(cell.arch, env)[0]
+            reply = _DEVICE.measure(folder, kind, cell, env, function, limit_s)
     return {"cell_id": cell.id} | reply
 
 

@@ -314,6 +314,12 @@ class WarmDevice:
     def __init__(self, name: str, log: Path | None = None, worker: Worker | None = None) -> None:
         self.name, self._log, self._worker = name, log, worker
 
+    @property
+    def environment(self) -> dict:
+        """What its worker says of this machine."""
+        self._worker = self._worker or Worker(self._log)
+        return self._worker.environment
+
     def measure(
         self, run_dir: Path, kind: str, cell: Cell, env: dict, function: str, limit_s: float
     ) -> dict:

@@ -80,7 +80,7 @@ def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_
 
 def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, monkeypatch):
     (cell,) = expand(batches=[1], paths=["cpu_fused"])
-    monkeypatch.setattr(spread, "_STARTED", [])
+    monkeypatch.setattr(spread, "_DEVICE", spread.worker.WarmDevice(""))
     env = spread._environment()
     arguments = (str(tmp_path), "timing", cell.to_json(), env, "doubles:slow")
     try:
@@ -95,7 +95,7 @@ def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, m
         with pytest.raises(MisuseError, match=r"torch 2\.0 there, 1\.0 here"):
             spread._run_cell(str(tmp_path), "timing", cell.to_json(), other, "doubles:slow", 20.0)
     finally:
-        spread._STARTED[0][0].stop()
+        spread._DEVICE.stop()
     assert doubles_log.read_text().count("begin") == 1
 
 
