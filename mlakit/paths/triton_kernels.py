@@ -163,7 +163,7 @@ def _normalise(
     x, x_stride, weight, held_weight, out, out_stride, first_row, m, eps,
     N: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, TREE: tl.constexpr,
     LANES: tl.constexpr, VEC: tl.constexpr, NUM_WARPS: tl.constexpr, HOIST: tl.constexpr,
-    HELD: tl.constexpr, EVICT: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
+    EVICT: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows of x from first_row on into out; rows from m on are not touched.
 
@@ -196,13 +196,13 @@ def _normalise(
                 _pointers(source, at, PIECES), mask=inside, other=0.0, eviction_policy=EVICT
             )
             pieces = pieces + (held,)
-    if HELD:
+    if len(held_weight):
         scale = held_weight
     elif HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
     parts = sums_of(pieces, TREE, LANES, VEC, x.dtype.element_ty, PIECES)
     rstd = rstd_of(parts, eps, N, x.dtype.element_ty)
-    if not HELD and not HOIST:
+    if not len(held_weight) and not HOIST:
         scale = _load_weight(weight, N, CHUNK, WEIGHT_ROWS, PIECES)
     for i in tl.static_range(len(pieces)):
         at = cols + (i // PIECES * CHUNK + i % PIECES)
@@ -239,15 +239,13 @@ def qk_rmsnorm_kernel(
         if program < k_programs:
             _normalise(
                 k, k_stride, k_weight, (), k_out, k_out_stride, program * K_ROWS, m, k_eps,
-                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
-                HOIST, False, EVICT, K_ALIGNED, PDL,
+                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, K_ALIGNED, PDL,
             )  # fmt: skip
         else:
             _normalise(
                 q, q_stride, q_weight, (), q_out, q_out_stride, (program - k_programs) * Q_ROWS,
                 m, q_eps,
-                Q_N, Q_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
-                HOIST, False, EVICT, Q_ALIGNED, PDL,
+                Q_N, Q_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, Q_ALIGNED, PDL,
             )  # fmt: skip
         return
     if PDL != "":
@@ -270,25 +268,22 @@ def qk_rmsnorm_kernel(
             if Q_N > 0:
                 _normalise(
                     q, q_stride, q_weight, q_held, q_out, q_out_stride, tile * K_ROWS, m, q_eps,
-                    Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
-                HOIST, True, EVICT, Q_ALIGNED, "",
+                    Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, Q_ALIGNED,
+                    "",
                 )  # fmt: skip
             _normalise(
                 k, k_stride, k_weight, k_held, k_out, k_out_stride, tile * K_ROWS, m, k_eps,
-                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
-                HOIST, True, EVICT, K_ALIGNED, "",
+                K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, K_ALIGNED, "",
             )  # fmt: skip
         return
     if Q_N > 0:
         _normalise(
             q, q_stride, q_weight, (), q_out, q_out_stride, program * K_ROWS, m, q_eps,
-            Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS,
-            HOIST, False, EVICT, Q_ALIGNED, "",
+            Q_N, K_ROWS, Q_WARPS, Q_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, Q_ALIGNED, "",
         )  # fmt: skip
     _normalise(
         k, k_stride, k_weight, (), k_out, k_out_stride, program * K_ROWS, m, k_eps,
-        K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS,
-        HOIST, False, EVICT, K_ALIGNED, "",
+        K_N, K_ROWS, K_WARPS, K_TREE, LANES, VEC, NUM_WARPS, HOIST, EVICT, K_ALIGNED, "",
     )  # fmt: skip
 
 
