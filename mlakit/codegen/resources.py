@@ -94,8 +94,8 @@ def isa(compiled: Compiled) -> list[str]:
 def diff(a: Compiled, b: Compiled) -> list[str]:
     """Unified diff of two kernels' instructions; register numbers are masked."""
     mask = re.compile(r"(?<=\b[vs])\[?\d+(?::\d+\])?|(?<=%)(\w+?)\d+\b|\.LBB\d+_\d+")
-    texts = [[mask.sub("_", line) for line in isa(c)] for c in (a, b)]
-    return list(difflib.unified_diff(*texts, a.arch, b.arch, lineterm="", n=1))
+    old, new = ([mask.sub("_", line) for line in isa(c)] for c in (a, b))
+    return list(difflib.unified_diff(old, new, a.arch, b.arch, lineterm="", n=1))
 
 
 def resources(compiled: Compiled) -> Resources:
@@ -331,7 +331,7 @@ def choose_config(arch: str, widths: Widths, m: int = 64, dtype: str = "bf16") -
     }
     configs = list(plain.values())
     made = compile_many([request(arch, widths, dtype, config=c) for c in configs])
-    ranked = []
+    ranked: list[tuple] = []
     for config, compiled in zip(configs, made, strict=True):
         found, idle = resources(compiled), idle_share(config, arch, widths, dtype)
         order = (-found.wide_share, idle, -found.waves_per_simd, found.instructions)

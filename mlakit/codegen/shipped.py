@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -113,7 +114,7 @@ def emulate_qk_rmsnorm(
     config = config or triton_config.heuristic(arch, m, *_pair(widths), dtype)
     if compiled is None:
         aligned = all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in (i.q, i.k))
-        more = dict(weight_dtype=DTYPE_NAMES[i.k_weight.dtype], aligned=aligned)
+        more: dict[str, Any] = dict(weight_dtype=DTYPE_NAMES[i.k_weight.dtype], aligned=aligned)
         compiled = compile_one(request(arch, widths, dtype, config=config, **more))
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype) for x in (i.q, i.k))
     resident = (archs.arch(arch).compute_units or 1) * _RESIDENT_PER_UNIT

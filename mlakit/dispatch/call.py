@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from mlakit.inputs import DTYPE_NAMES
 from mlakit.paths import checks, custom_op, registry
 
 _MOST_KINDS = 4096
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_Six = tuple[Any, Any, Any, Any, Any, Any]
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 # Names of the module's own: every look-up in torch's costs a call 50 ns.
 _compiling = torch.compiler.is_compiling
 
@@ -80,19 +82,19 @@ _last: _Kind | None = None
 
 
 def qk_rmsnorm(
-    q,
-    q_weight,
-    q_eps,
-    k,
-    k_weight,
-    k_eps,
+    q: torch.Tensor,
+    q_weight: torch.Tensor,
+    q_eps: float,
+    k: torch.Tensor,
+    k_weight: torch.Tensor,
+    k_eps: float,
     *,
     path: str | None = None,
     policy: str = "mlakit",
     quant: str = "none",
     strict: bool = False,
-    out=None,
-):
+    out: tuple | None = None,
+) -> tuple[Any, torch.Tensor]:
     """RMSNorm of q and of k by the path that ``policy`` chooses here.
 
     The choice is made once per kind of arguments (shape, dtype, layout, device); after the probe's
@@ -194,8 +196,8 @@ def _operator_runs() -> bool:
     return probe.package_reason("triton") is None
 
 
-# torch.compiler.assume_constant_result sets this, and imports dynamo (two seconds) to do so.
-_operator_runs._dynamo_marked_constant = True
+# torch.compiler.assume_constant_result does this, and imports dynamo (two seconds) to do so.
+vars(_operator_runs)["_dynamo_marked_constant"] = True
 
 
 def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
@@ -213,7 +215,7 @@ def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
     return checks.delivered(pair, out)
 
 
-def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
+def _decide(key, args: _Six, out, path, policy, quant, strict) -> _Kind:
     """The first call of a kind: check its arguments, build its context, ask the policy."""
     rule = policies.get(policy)
     switches.check()
@@ -239,12 +241,12 @@ def _decide(key, args, out, path, policy, quant, strict) -> _Kind:
         why = f"that is the engine's ({engine.text})"
         tried = frozenset({choice.path})
         return _remember(key, _next(context, tried, why, rule.name, strict, engine.stand_in))
-    why = None if path else _unable(context, choice.path)
-    if why is None and path is None and choice.path == "cpu_fused":
-        why = _not_for_cpu_fused(*args)
-    if why is not None:
+    wrong = None if path else _unable(context, choice.path)
+    if wrong is None and path is None and choice.path == "cpu_fused":
+        wrong = _not_for_cpu_fused(*args)
+    if wrong is not None:
         tried = frozenset({choice.path})
-        return _remember(key, _next(context, tried, why, rule.name, strict))
+        return _remember(key, _next(context, tried, wrong, rule.name, strict))
     if choice.fallback:
         _say(f"mlakit: {choice.path} ran: {choice.reason}")
     ran = Ran(choice.path, choice.reason, rule.name, path, choice.fallback)

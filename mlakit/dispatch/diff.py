@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 from mlakit.archs import fp8_format, vendor_of
 from mlakit.context import Context
@@ -15,7 +16,7 @@ from mlakit.dispatch.policies import choose
 from mlakit.errors import MisuseError
 from mlakit.paths.aiter_api import SPLITS_FROM_M
 
-_SWITCHES = (
+_SWITCHES: tuple[frozenset[str], ...] = (
     frozenset(),
     frozenset({"SGLANG_ROCM_USE_MULTI_STREAM"}),
     frozenset({"AITER_FORCE_A8W4"}),
@@ -137,8 +138,8 @@ def _where(members: Iterable[Context]) -> str:
     return "; ".join(f"{name}={'|'.join(sorted(values))}" for name, values in some.items())
 
 
-_950 = {"arch": "gfx950", "use_aiter": True}
-_942 = {"arch": "gfx942", "use_aiter": True}
+_950: dict[str, Any] = {"arch": "gfx950", "use_aiter": True}
+_942: dict[str, Any] = {"arch": "gfx942", "use_aiter": True}
 ROWS: dict[str, Context] = {
     "gfx950, AITER, BF16 weights": Context(**_950),
     "gfx942, AITER, BF16 weights": Context(**_942),

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlakit import archs
-from mlakit.context import PACKAGES
 from mlakit.dispatch import probe, switches
 from mlakit.errors import one_line
 from mlakit.paths import aiter_api
@@ -117,15 +116,14 @@ _DISTRIBUTIONS = {
 
 
 def _packages() -> Iterator[Finding]:
-    reasons = probe.package_reasons()
-    for name in PACKAGES:
+    for name, why in probe.package_reasons().items():
         if name == "aiter":
             continue
         version = installed(_DISTRIBUTIONS.get(name, name)) or "here"
-        if reasons[name] is None:
+        if why is None:
             yield Finding("packages", name, "ok", version, "optional")
         else:
-            what, _, todo = reasons[name].partition("; ")
+            what, _, todo = why.partition("; ")
             yield Finding("packages", name, "missing", what, "optional", todo)
 
 

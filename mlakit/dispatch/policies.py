@@ -124,7 +124,7 @@ _ALL = (
     Policy("mlakit", "ours: the fastest path that can run here, by measurement, else by the model",
            "mlakit", measured),
     Policy("torch_only", "PyTorch's F.rms_norm, twice", "mlakit", torch_only),
-    *(Policy(*row, partial(engines.sglang, release)) for *row, release in _SGLANG),
+    *(Policy(n, t, s, partial(engines.sglang, release)) for n, t, s, release in _SGLANG),
     Policy("vllm_compile",
            "0.33.0: a compile pass that matches the two RMSNorms of one split, whatever reads q",
            "vllm 0.33.0 from PyPI: compilation/passes/fusion/rocm_aiter_fusion.py, _aiter_ops.py",

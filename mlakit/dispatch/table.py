@@ -46,9 +46,9 @@ def ladders(arch: str) -> tuple[Ladder, ...]:
     for kind, step in read_table(file, _step):
         groups.setdefault(kind, []).append(step)
     found = []
-    for kind, steps in groups.items():
+    for (q, kv, dtype, quant, clock), steps in groups.items():
         m_from, paths, sources = zip(*sorted(steps), strict=True)
-        found.append(Ladder(*kind, m_from, paths, sources[0]))
+        found.append(Ladder(q, kv, dtype, quant, clock, m_from, paths, sources[0]))
     return tuple(found)
 
 

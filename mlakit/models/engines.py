@@ -97,7 +97,7 @@ def fused_qk_rmsnorm_unified(
         raise MisuseError("q, k, q_out_quantized and k_out are all needed: this is the dual norm")
     if k_epsilon is None:
         raise MisuseError("k_epsilon is None: give the model's number, for example 1e-6")
-    args = (q, q_weight, float(q_epsilon), k, k_weight, float(k_epsilon))
+    args: tuple = (q, q_weight, float(q_epsilon), k, k_weight, float(k_epsilon))
     if quant == "none":
         qk_rmsnorm(*args, out=(q_out_quantized, k_out))
         return

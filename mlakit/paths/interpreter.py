@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib
-import io
 import os
 import pickle
 import struct
@@ -19,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ _CHILDREN: dict[int, subprocess.Popen] = {}
 """by process id: a forked process must not share its parent's pipe"""
 
 
-def launch(kernel: str, programs: int, arguments: dict[str, object], written: set[str]) -> None:
+def launch(kernel: str, programs: int, arguments: dict[str, Any], written: set[str]) -> None:
     """Run ``module:function`` (a ``triton.jit`` kernel) over a grid of ``programs``.
 
     CPU tensors among ``arguments`` reach the kernel as pointers to a copy of the memory from their
@@ -92,7 +92,7 @@ def _child() -> subprocess.Popen:
 
 
 def _close(child: subprocess.Popen) -> None:
-    if _CHILDREN.get(os.getpid()) is child:
+    if _CHILDREN.get(os.getpid()) is child and child.stdin:
         child.stdin.close()
         try:
             child.wait(timeout=10)
@@ -100,13 +100,13 @@ def _close(child: subprocess.Popen) -> None:
             child.kill()
 
 
-def _send(pipe: io.BufferedIOBase, message: bytes) -> None:
+def _send(pipe: Any, message: bytes) -> None:
     pipe.write(struct.pack("<Q", len(message)))
     pipe.write(message)
     pipe.flush()
 
 
-def _receive(pipe: io.BufferedIOBase) -> bytes:
+def _receive(pipe: Any) -> bytes:
     head = pipe.read(8)
     if len(head) < 8:
         raise EOFError("its pipe closed")
@@ -166,7 +166,7 @@ def _serve() -> None:
         except EOFError:
             return
         try:
-            answer = (None, _execute(request))
+            answer: tuple = (None, _execute(request))
         except Exception as error:
             answer = (f"{type(error).__name__}: {error}", {})
         _send(answers, pickle.dumps(answer))
