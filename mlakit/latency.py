@@ -158,12 +158,10 @@ class Card:
 
 @cache
 def _lines() -> tuple[dict, ...]:
-    return read_table(data_dir() / "latency.csv", _line)
-
-
-def _line(row: dict) -> dict:
-    float(row["value"])  # a damaged line is told by its number here, not where it is used
-    return {c: row[c] for c in "arch device what path name value unit source".split()}
+    columns = "arch device what path name unit source".split()
+    # a damaged line is told by its number here, not where it is used
+    read = lambda row: {c: row[c] for c in columns} | {"value": float(row["value"])}  # noqa: E731
+    return read_table(data_dir() / "latency.csv", read)
 
 
 def _of(arch: str, what: str) -> list[dict]:
@@ -182,7 +180,7 @@ def card(arch: str) -> Card:
     if not own and arch == "cpu":
         raise MisuseError("no model for cpu: data/latency.csv has no line for it; calibrate first")
     if own:
-        values = {line["name"]: float(line["value"]) for line in own}
+        values = {line["name"]: line["value"] for line in own}
         p = {n: values[n] for n in PARAMETERS if n in values}
         ranges = {n: int(v) for n, v in values.items() if n.endswith(("_from", "_to"))}
         first = own[0]
@@ -222,7 +220,7 @@ def borrowed(product: Arch) -> Card:
     published = [x for x in _of(product.name, "launch") if x["name"] == "launch_us"]
     source = f"data/archs.csv ({product.product}); latencies of {lent.device}"
     if published:
-        p["launch_us"] = float(published[0]["value"])
+        p["launch_us"] = published[0]["value"]
         source += f"; launch: {published[0]['source']}"
     return Card(product.name, product.product, product.compute_units, p, source, {})
 
@@ -273,7 +271,7 @@ def known_error(arch: str, path: str) -> tuple[float | None, float | None, str]:
     if "median_pct" not in found:
         return None, None, f"nothing: no figure of {path} on {arch} to score on"
     source = found["median_pct"]["source"]
-    return float(found["median_pct"]["value"]), float(found["p90_pct"]["value"]), source
+    return found["median_pct"]["value"], found["p90_pct"]["value"], source
 
 
 def error_lines(arch: str) -> list[dict]:
@@ -282,7 +280,7 @@ def error_lines(arch: str) -> list[dict]:
     for line in [x for what in ("blind", "seen", "error", "unseen") for x in _of(arch, what)]:
         row = found.setdefault((line["path"], line["source"]), {})
         row |= {"device": line["device"], "path": line["path"], "scored_on": line["source"]}
-        row[line["name"]] = float(line["value"])
+        row[line["name"]] = line["value"]
     return list(found.values())
 
 

@@ -159,7 +159,7 @@ def test_stack_records(tmp_path, monkeypatch):
     kept = next((datafiles.data_dir() / "recorded").glob("*/*stack*.json"))
     shutil.copy(kept, folder)
     monkeypatch.setattr(tokens, "data_dir", lambda: tmp_path)
-    survives(folder / kept.name, tokens.recorded_anywhere)
+    survives(folder / kept.name, tokens.recorded)
 
 
 # ---- CSV data

@@ -81,12 +81,9 @@ def audits() -> tuple[pd.DataFrame, pd.DataFrame]:
     by = ["target", "device"]
     counts = rows.groupby(by, sort=False)["verdict"].value_counts().unstack(fill_value=0)
     odd = rows[~rows["verdict"].isin(["pass", "not applicable"])]
-    odd = odd.groupby(["name", "verdict", "detail"], sort=False)["target"].agg(_listed)
-    return counts.reset_index(), odd.reset_index()
-
-
-def _listed(names: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(names))
+    targets = odd.groupby(["name", "verdict", "detail"], sort=False)["target"]
+    listed = targets.agg(lambda names: ", ".join(dict.fromkeys(names)))
+    return counts.reset_index(), listed.reset_index()
 
 
 def growth(layers: int = 61, seed: int = 0) -> tuple[pd.DataFrame, list[str]]:

@@ -237,11 +237,8 @@ def _changes_of(e: Entry) -> dict | None:
         }
         for c in sorted(changes, key=lambda c: -c.ratio)
     ]
-    table = (
-        show.table_html(pd.DataFrame(rows, dtype=object), "Cells that became slower")
-        if rows
-        else ""
-    )
+    frame = pd.DataFrame(rows, dtype=object)
+    table = show.table_html(frame, "Cells that became slower") if rows else ""
     return {"name": e.name, "table": Markup(table), "broken": broken}
 
 

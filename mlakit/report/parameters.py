@@ -30,8 +30,8 @@ def check(values: dict) -> dict:
     from mlakit.dispatch import policies
     from mlakit.inputs import FAMILIES
 
+    one_of("parameter", NOTEBOOK_PARAMETERS, *values)
     for name, value in values.items():
-        one_of("parameter", NOTEBOOK_PARAMETERS, name)
         kind = NOTEBOOK_PARAMETERS[name]
         if not _is(value, kind):
             raise MisuseError(f"parameter {name} is {value!r}: give {_text(kind)}")

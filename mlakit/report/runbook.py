@@ -6,6 +6,7 @@ missing kernel as completed. It comes from the child's own record and the parent
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from mlakit.datafiles import read_json
 from mlakit.errors import ExitCode, MisuseError, one_line, one_of
 from mlakit.report import scrub
+from mlakit.report.parameters import check
 from mlakit.sweep.worker import die_with, share_of_cores
 
 STATUS_EXIT = {
@@ -68,23 +70,15 @@ def declared_parameters(source: Path) -> dict:
     Raises:
         MisuseError: no such cell, or more than one.
     """
-    import ast
-
     try:
         cells = read_json(source)["cells"]
         tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
         trees = [ast.parse("".join(c["source"])) for c in tagged]
-        found = [
-            {
-                n.targets[0].id: ast.literal_eval(n.value)
-                for n in t.body
-                if isinstance(n, ast.Assign)
-            }
-            for t in trees
-        ]
-    except MisuseError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, SyntaxError):
+        given = [[n for n in tree.body if isinstance(n, ast.Assign)] for tree in trees]
+        found = [{n.targets[0].id: ast.literal_eval(n.value) for n in each} for each in given]
+    except (KeyError, TypeError, AttributeError, ValueError, SyntaxError) as error:
+        if isinstance(error, MisuseError):
+            raise
         raise MisuseError(f"{source.name} is no notebook, or a damaged one: restore it") from None
     if len(found) != 1:
         raise MisuseError(
@@ -99,10 +93,7 @@ def check_parameters(source: Path, parameters: dict) -> dict:
     Raises:
         MisuseError: an unknown name, with the near match, or a value of another type.
     """
-    from mlakit.report.parameters import check
-
-    declared = declared_parameters(source)
-    one_of(f"parameter of {source.name}", declared, *parameters)
+    one_of(f"parameter of {source.name}", declared_parameters(source), *parameters)
     return check(dict(parameters))
 
 
@@ -175,27 +166,21 @@ def _environment(scratch: Path, at_once: int = 1) -> dict[str, str]:
     spec = scratch / "share" / "kernels" / KERNEL
     spec.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (spec / "kernel.json").write_text(
-        json.dumps({"argv": argv, "display_name": "mlakit", "language": "python"})
-    )
-    folders = {
-        "JUPYTER_RUNTIME_DIR": scratch / "runtime",
-        "JUPYTER_CONFIG_DIR": scratch / "config",
-        "IPYTHONDIR": scratch / "ipython",
-        "MPLCONFIGDIR": scratch / "matplotlib",
-    }
+    kernel = {"argv": argv, "display_name": "mlakit", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(kernel))
+    names = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR", "MPLCONFIGDIR")
+    folders = {name: scratch / name.lower() for name in names}
     for folder in folders.values():
         folder.mkdir()
     home = os.path.expanduser("~")
+    shared = filter(None, (str(scratch / "share"), os.environ.get("JUPYTER_PATH")))
     return {
         **os.environ,
         **share_of_cores(at_once),
         **{k: str(v) for k, v in folders.items()},
         # Compilers keep their caches at home: an empty one each time would build all anew.
         "HOME": home if os.access(home, os.W_OK) else str(scratch),
-        "JUPYTER_PATH": os.pathsep.join(
-            filter(None, (str(scratch / "share"), os.environ.get("JUPYTER_PATH")))
-        ),
+        "JUPYTER_PATH": os.pathsep.join(shared),
         "MPLBACKEND": "agg",
         "JUPYTER_PLATFORM_DIRS": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -266,10 +251,8 @@ def _child(order: dict) -> dict:
     except papermill.PapermillExecutionError as error:
         return {"status": "failed", "reason": f"{error.ename}: {error.evalue}"}
     except CellTimeoutError:
-        return {
-            "status": "timed out",
-            "reason": f"a cell took over its limit of {order['cell_limit_s']:g} s",
-        }
+        limit = f"a cell took over its limit of {order['cell_limit_s']:g} s"
+        return {"status": "timed out", "reason": limit}
     except DeadKernelError:
         return {"status": "killed", "reason": "the kernel died"}
     except NoSuchKernel as error:

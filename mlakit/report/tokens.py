@@ -36,23 +36,16 @@ def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
     return next(iter(recorded(arch)), None)
 
 
-def recorded(arch: str) -> list[dict]:
-    """``recorded_anywhere`` on ``arch``."""
-    return [r for r in recorded_anywhere() if r["arch"] == archs.base_name(arch)]
-
-
-def recorded_anywhere() -> list[dict]:
-    """Every committed stack measurement: with float weights first, then the latest."""
+def recorded(arch: str = "") -> list[dict]:
+    """Committed stack measurements (on ``arch``): with float weights first, then the latest."""
     files = sorted((data_dir() / "recorded").glob("*/*stack*.json"))
     found = [read_json(f) for f in files]
     for file, held in zip(files, found, strict=True):
         if not isinstance(held, dict) or not isinstance(held.get("started_at"), str):
             raise MisuseError(f"{file} holds no stack measurement: restore it")
-    found = [held | {"evidence": "recorded"} for held in found]
-    plain = "float"
-    return sorted(
-        found, key=lambda r: (r.get("weights", plain) == plain, r["started_at"]), reverse=True
-    )
+    here = [held for held in found if not arch or held["arch"] == archs.base_name(arch)]
+    here.sort(key=lambda r: (r.get("weights", "float") == "float", r["started_at"]), reverse=True)
+    return [held | {"evidence": "recorded"} for held in here]
 
 
 def frame(result: dict | None) -> pd.DataFrame:
@@ -105,7 +98,7 @@ def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
 def story(rows: pd.DataFrame, arch: str) -> list[str]:
     """The story's claim: what it implies a layer, the judge's verdict, and what was seen here."""
     sentences = [
-        f"Published: {_implied().text} at batch 1 (intervals of the last digit alone).",
+        f"Published: {implied().text} at batch 1 (intervals of the last digit alone).",
         f"The judge: {evals.significance(*map(float, STORY)).text}.",
     ]
     ones = rows[(rows["batch"] == 1) & rows["saved_us"].notna()]
@@ -159,10 +152,6 @@ def savings(rows: pd.DataFrame) -> dict[str, Interval]:
     return {r.lane: Interval(r.saved_us, r.saved_us_lo, r.saved_us_hi) for r in part.itertuples()}
 
 
-def story_saving() -> Interval:
-    """Microseconds a layer that the story's two figures imply."""
-    return _implied().layer_us
-
-
-def _implied() -> amdahl.Saving:
+def implied() -> amdahl.Saving:
+    """What the story's two figures imply a layer and a token."""
     return amdahl.saving(*map(amdahl.rounded, STORY), STORY_LAYERS)

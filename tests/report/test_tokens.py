@@ -63,7 +63,7 @@ def test_the_story_is_worked_out_and_not_judged_real():
     assert "1.44 us a layer" in said
     assert "whether it is chance can't be said" in said
     assert "triton_fused against torch_rms_norm at batch 1 on sm_90" in said
-    assert tokens.story_saving().value == pytest.approx(1.442, abs=0.002)
+    assert tokens.implied().layer_us.value == pytest.approx(1.442, abs=0.002)
 
 
 def test_where_nothing_ran_nothing_is_stated():
