@@ -88,31 +88,31 @@ def _row_of(rows, m):
 
 @triton.jit
 def _store_scales(
-    scale, j, n, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
-    N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr,
-    THREADS: tl.constexpr, SHARE: tl.constexpr,
+    scale, i, scales, scale_row_stride, scale_group_stride, rows, m, scale_rows,
+    N: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr,
+    SHUFFLED: tl.constexpr,
 ):  # fmt: skip
-    """Store scales of groups, (R, GROUPS, 1 or THREADS): lane i's, of piece j * SHARE + i of n.
+    """Store the scales of piece i: (R, GROUPS, LANES), of which lane i % LANES has its own.
 
     Addresses that grow with the lane, masked, make Triton leave a scale where it is; else it is
     moved to other threads first. SHUFFLED: the scales' columns, or 0.
     """
-    lane = tl.arange(0, THREADS)[None, None, :]
-    group = lane * GROUPS + tl.arange(0, GROUPS)[None, :, None]
-    FIRST: tl.constexpr = j * SHARE * GROUPS
-    inside = (lane < SHARE) & (j * SHARE + lane < n)
+    lane = tl.arange(0, LANES)[None, None, :]
+    group = tl.arange(0, GROUPS)[None, :, None]
+    inside = lane == i % LANES
     if SHUFFLED:
         rows = rows[:, None, None]
+        group += i * GROUPS
         scale = tl.where(rows < m, scale, 0)
-        at = shuffled_at(rows.to(tl.int64), group + FIRST, SHUFFLED)
-        inside = inside & (rows < scale_rows) & (group < SHUFFLED - FIRST)
+        at = shuffled_at(rows.to(tl.int64), group, SHUFFLED) + lane - i % LANES
+        inside = inside & (rows < scale_rows) & (group < SHUFFLED)
     else:
-        row = _row_of(rows, m)[:, :, None]
-        at = row * scale_row_stride + group.to(tl.int64) * scale_group_stride
-        at += FIRST * scale_group_stride
-        if n * GROUPS * GROUP > N:
-            inside = inside & (group < N // GROUP - FIRST)
-    tl.store(scales + at, tl.broadcast_to(scale, at.shape), mask=inside)
+        at = _row_of(rows, m)[:, :, None] * scale_row_stride
+        at += group.to(tl.int64) * scale_group_stride + lane
+        at += i * GROUPS * scale_group_stride - i % LANES
+        if (i + 1) * GROUPS * GROUP > N:
+            inside = inside & (group < N // GROUP - i * GROUPS)
+    tl.store(scales + at, scale, mask=inside)
 
 
 @triton.jit
@@ -141,18 +141,19 @@ def _store_words(word, c, values, row, N: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def _across_warps(total, peak):
     """(R, WARPS) -> (R, 1), of the sums and of the peaks: both in one exchange."""
-    if total.shape[1] == 1:
+    if total.shape[1] > 1:
+        both = tl.join(total, peak.to(total.dtype))
+        for _ in tl.static_range(5):
+            if both.shape[1] > 1:
+                pairs = tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2, 2))
+                left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+                left_total, left_peak = tl.split(left)
+                right_total, right_peak = tl.split(right)
+                both = tl.join(left_total + right_total, largest_of(left_peak, right_peak))
+        whole, largest = tl.split(tl.reshape(both, (both.shape[0], 2)))
+        return whole[:, None], largest.to(tl.float32)[:, None]
+    else:
         return total, peak
-    both = tl.join(total, peak.to(total.dtype))
-    for _ in tl.static_range(5):
-        if both.shape[1] > 1:
-            pairs = tl.reshape(both, (both.shape[0], both.shape[1] // 2, 2, 2))
-            left, right = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-            left_total, left_peak = tl.split(left)
-            right_total, right_peak = tl.split(right)
-            both = tl.join(left_total + right_total, largest_of(left_peak, right_peak))
-    total, peak = tl.split(tl.reshape(both, (both.shape[0], 2)))
-    return total[:, None], peak.to(tl.float32)[:, None]
 
 
 @triton.jit(do_not_specialize=["m", "scale_rows"])
@@ -271,17 +272,11 @@ def _quantise_groups(
     # Neighbours that one thread codes, and the threads of a group.
     TOGETHER: tl.constexpr = 8 if QUANT == "mxfp4" else VEC
     THREADS: tl.constexpr = GROUP // TOGETHER
-    # An MXFP4 scale takes many steps: 8.1 us so, 8.7 with each in every lane (M = 4096). Of FP8's
-    # few the way back costs more: 1.39 and 1.42 us at M = 64, the same from 2048 on.
-    SHARE: tl.constexpr = THREADS if QUANT == "mxfp4" else 1
     pieces = _products(held, weight, NORMALISE)
     parts = ()
     for i in tl.static_range(len(pieces)):
-        part = peaks_of(pieces[i], GROUP, TOGETHER)
-        if SHARE == 1:
-            part = tl.reduce(part, 2, largest_of, keep_dims=True)
-        parts = parts + (part,)
-    peaks = shared_peaks(parts) if SHARE > 1 else parts
+        parts = parts + (peaks_of(pieces[i], GROUP, TOGETHER),)
+    peaks = shared_peaks(parts)
     inverses = ()
     for j in tl.static_range(len(peaks)):
         inverses = inverses + (inverse_of(peaks[j], MAXIMUM, NVIDIA),)
@@ -292,21 +287,22 @@ def _quantise_groups(
     if UNQUANTISED:
         for i in tl.static_range(len(pieces)):
             _store(pieces[i] * rstd, i * PIECE, unquantised, row, N, 1)
+    own = ()
     factors = ()
     for j in tl.static_range(len(peaks)):
         if QUANT == "mxfp4":
             scale, factor = mxfp4_scale(peaks[j], rstd[:, :, None], RULE_BITS)
         else:
             scale, factor = fp8_scale(peaks[j], inverses[j], rstd[:, :, None], MAXIMUM)
+        own = own + (scale,)
         factors = factors + (factor,)
-        _store_scales(
-            scale, j, len(pieces), scales, scale_row_stride, scale_group_stride,
-            rows, m, scale_rows, N, GROUPS, GROUP, SHUFFLED, THREADS, SHARE,
-        )  # fmt: skip
     for i in tl.static_range(len(pieces)):
-        factor = factors[i // SHARE]
-        if SHARE > 1:
-            factor = tl.gather(factor, tl.full(factor.shape, i % SHARE, tl.int32), 2)
+        factor = factors[i // THREADS]
+        factor = tl.gather(factor, tl.full(factor.shape, i % THREADS, tl.int32), 2)
+        _store_scales(
+            own[i // THREADS], i, scales, scale_row_stride, scale_group_stride,
+            rows, m, scale_rows, N, GROUPS, GROUP, THREADS, SHUFFLED,
+        )  # fmt: skip
         if QUANT == "mxfp4":
             word = mxfp4(pieces[i], factor, RULE_BITS)
             _store_words(word, i * PIECE, values, row, N, WORDS)
