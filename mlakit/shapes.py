@@ -62,19 +62,13 @@ class Model:
 
 
 def _model(r: dict) -> Model:
-    return Model(
-        name=r["model"],
-        aliases=tuple(a for a in r["aliases"].split("|") if a),
-        hidden_size=maybe(int, r["hidden_size"]),
-        num_heads=maybe(int, r["num_heads"]),
-        q_lora_rank=maybe(int, r["q_lora_rank"]) or 0,
-        kv_lora_rank=int(r["kv_lora_rank"]),
-        qk_nope_head_dim=maybe(int, r["qk_nope_head_dim"]),
-        qk_rope_head_dim=maybe(int, r["qk_rope_head_dim"]) or 0,
-        v_head_dim=maybe(int, r["v_head_dim"]),
-        hf_latent_norm_eps=maybe(float, r["hf_latent_norm_eps"]),
-        serving_latent_norm_eps=maybe(float, r["serving_latent_norm_eps"]),
-    )
+    figures: dict = {n: maybe(int, r[n]) for n in "hidden_size num_heads v_head_dim".split()}
+    figures |= {n: maybe(int, r[n]) or 0 for n in ("q_lora_rank", "qk_rope_head_dim")}
+    figures |= {"kv_lora_rank": int(r["kv_lora_rank"])}
+    figures |= {"qk_nope_head_dim": maybe(int, r["qk_nope_head_dim"])}
+    figures |= {n: maybe(float, r[n]) for n in ("hf_latent_norm_eps", "serving_latent_norm_eps")}
+    aliases = tuple(a for a in r["aliases"].split("|") if a)
+    return Model(name=r["model"], aliases=aliases, **figures)
 
 
 @cache

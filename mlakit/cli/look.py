@@ -69,9 +69,7 @@ def explain(
     weight_dtype: Annotated[str, typer.Option(help="dtype of q_b_proj: bf16, fp8_ocp, ...")] = "",
     quant: Annotated[str, typer.Option(help="none, fp8_group128, fp8_token, mxfp4.")] = "none",
     aiter: Annotated[bool, typer.Option("--aiter", help="AITER is in use there.")] = False,
-    aiter_api: Annotated[
-        str, typer.Option(help="Its dual norm: none, pair (0.1.12, 0.1.13), unified (0.1.14 on).")
-    ] = "pair",
+    aiter_api: Annotated[str, typer.Option(help="Its norm: none, pair, unified.")] = "pair",
     capture: Annotated[bool, typer.Option("--capture", help="During graph capture.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -83,20 +81,12 @@ def explain(
     from mlakit.sweep import grid
 
     widths = parse_hidden(hidden)
-    asked = {
-        "m": grid.whole(batch),
-        "q_lora_rank": widths.q_lora_rank,
-        "kv_lora_rank": widths.kv_lora_rank,
-        "dtype": dtype,
-        "norm_weight_dtype": dtype,
-        "weight_dtype": weight_dtype or dtype,
-        "quant": quant,
-        "capture": capture,
-    }
+    asked: dict = {"m": grid.whole(batch), "dtype": dtype, "norm_weight_dtype": dtype}
+    asked |= {"q_lora_rank": widths.q_lora_rank, "kv_lora_rank": widths.kv_lora_rank}
+    asked |= {"weight_dtype": weight_dtype or dtype, "quant": quant, "capture": capture}
     if arch:
-        context = Context(
-            arch=arch, use_aiter=aiter, aiter_api=aiter_api if aiter else "none", **asked
-        )
+        asked |= {"use_aiter": aiter, "aiter_api": aiter_api if aiter else "none"}
+        context = Context(arch=arch, **asked)
     else:
         if aiter:
             raise MisuseError("--aiter speaks of a card: name it too, for example --arch gfx950")

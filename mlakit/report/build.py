@@ -306,22 +306,21 @@ def _write_index(report: Report, summary: dict, unjudged: pd.DataFrame, footer: 
 
 
 def _unjudged(rows: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    frames = []
-    for kind, frame in rows.items():
-        for arch, part in frame.groupby("arch", sort=False):
-            rest = chapters.not_run(part)
-            rest.insert(0, "kind", kind)
-            rest.insert(0, "arch", arch)
-            frames.append(rest)
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    frames = [
+        chapters.not_run(part).assign(kind=kind, arch=arch)
+        for kind, frame in rows.items()
+        for arch, part in frame.groupby("arch", sort=False)
+    ]
+    columns = "arch kind path status reason batches".split()
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame()
 
 
 def _markdown(summary: dict) -> str:
     lines = [f"# mlakit report: {summary['status']}", ""]
-    told = summary["verdicts"] | {"What changed since the baseline": summary["changed"]}
     line = "{path} on {arch} ({kind}, M = {batches}): {status}: {reason}"
-    why = [line.format_map(r) for r in summary["unjudged"]]
-    told |= {"What could not be judged, and why": why or ["Everything was judged."]}
+    why = [line.format_map(r) for r in summary["unjudged"]] or ["Everything was judged."]
+    told = summary["verdicts"] | {"What changed since the baseline": summary["changed"]}
+    told |= {"What could not be judged, and why": why}
     for name, sentences in told.items():
         lines += [f"## {name}", "", *(f"- {s}" for s in sentences), ""]
     lines += ["| page | arch | model | status |", "|---|---|---|---|"]

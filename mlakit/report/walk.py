@@ -42,11 +42,8 @@ def walk(arch: str, dtype: str = "bf16", seed: int = 0) -> Walk:
 
     def see(step: Step) -> None:
         vgprs, lds = before
-        wrote = (
-            np.array([], int)
-            if vgprs is None or vgprs.shape != step.vgprs.shape
-            else np.flatnonzero((vgprs != step.vgprs).any(axis=1))
-        )
+        known = vgprs is not None and vgprs.shape == step.vgprs.shape
+        wrote = np.flatnonzero((vgprs != step.vgprs).any(axis=1)) if known else np.array([], int)
         value = np.full(len(step.exec), np.nan, np.float32)
         if len(wrote):
             bits = np.ascontiguousarray(step.vgprs[wrote[0]])
@@ -74,16 +71,8 @@ def walk(arch: str, dtype: str = "bf16", seed: int = 0) -> Walk:
 def kinds(steps: pd.DataFrame) -> pd.DataFrame:
     """How many instructions of each kind the wave executed: vector, scalar, memory, LDS."""
     names = steps["instruction"].str.split().str[0]
-    kind = names.map(
-        lambda n: (
-            "global memory"
-            if n.startswith(("global_", "buffer_", "flat_"))
-            else "LDS"
-            if n.startswith("ds_")
-            else "scalar"
-            if n.startswith("s_")
-            else "vector"
-        )
-    )
+    prefixes = dict.fromkeys(("global_", "buffer_", "flat_"), "global memory")
+    prefixes |= {"ds_": "LDS", "s_": "scalar"}
+    kind = names.map(lambda n: next((k for p, k in prefixes.items() if n.startswith(p)), "vector"))
     found = kind.value_counts().rename_axis("kind").reset_index(name="executed")
     return found.assign(distinct=[names[kind == k].nunique() for k in found["kind"]])

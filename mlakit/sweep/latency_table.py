@@ -12,17 +12,7 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.datafiles import data_dir
-from mlakit.sweep import published
-from mlakit.sweep.calibrate import (
-    fit,
-    held_out,
-    known,
-    product_of,
-    score,
-    units_of,
-    usable,
-    with_error,
-)
+from mlakit.sweep import calibrate, published
 from mlakit.sweep.parquet import replace_whole
 from mlakit.sweep.store import read_rows, recorded_rows
 
@@ -71,15 +61,19 @@ def lines_of(frame: pd.DataFrame, source: str) -> list[dict]:
     Raises:
         MisuseError: no usable rows, several devices, or one width pair only.
     """
-    frame = usable(frame)
-    arch, device, units = _named(frame), _device(frame), units_of(frame)
-    pairs, strict = (score(held_out(frame, paths_too=too)) for too in (False, True))
+    frame = calibrate.usable(frame)
+    arch, device, units = _named(frame), _device(frame), calibrate.units_of(frame)
+    pairs, strict = (
+        calibrate.score(calibrate.held_out(frame, paths_too=too)) for too in (False, True)
+    )
     pair, both = (
         f"cross-validation, {own['cells'].iloc[0]} cells, {what}; {source}"
         for own, what in ((pairs, PAIR_UNSEEN), (strict, BOTH_UNSEEN))
     )
     return [
-        *lines(arch, device, "parameter", source, fit(frame, units) | ranges(frame, units)),
+        *lines(
+            arch, device, "parameter", source, calibrate.fit(frame, units) | ranges(frame, units)
+        ),
         *error_lines(strict[:1], arch, device, "error", both),
         *error_lines(pairs[1:], arch, device, "error", pair),
         *error_lines(pairs[:1], arch, device, "seen", pair),
@@ -96,7 +90,7 @@ def _named(frame: pd.DataFrame) -> str:
 
 def _device(frame: pd.DataFrame) -> str:
     arch = _named(frame)
-    return "cpu" if arch == "cpu" else product_of(arch, frame["device"].iloc[0]).product
+    return "cpu" if arch == "cpu" else calibrate.product_of(arch, frame["device"].iloc[0]).product
 
 
 def blind(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
@@ -109,11 +103,11 @@ def blind(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     if not all(files):
         return None
     said = pd.read_csv(files[0][-1]).rename(columns={"path": "path_ran"})
-    rows = usable(read_rows(files[1][-1])).merge(
+    rows = calibrate.usable(read_rows(files[1][-1])).merge(
         said, on=["path_ran", "q_lora_rank", "kv_lora_rank", "m", "dtype"]
     )
     seen, unseen = rows["modelled_us"], rows["path_unseen_us"]
-    return with_error(rows, seen), with_error(rows, unseen)
+    return calibrate.with_error(rows, seen), calibrate.with_error(rows, unseen)
 
 
 def blind_lines(name: str) -> list[dict]:
@@ -122,7 +116,7 @@ def blind_lines(name: str) -> list[dict]:
     found = []
     for cells, what in zip(blind(folder) or (), (PAIR_UNSEEN, BOTH_UNSEEN), strict=False):
         words = f"blind: {len(cells)} cells predicted before they were recorded, {what}; {name}"
-        found += error_lines(score(cells), _named(cells), _device(cells), "blind", words)
+        found += error_lines(calibrate.score(cells), _named(cells), _device(cells), "blind", words)
     return found
 
 
@@ -135,14 +129,14 @@ def published_lines(share_of_peak: float) -> list[dict]:
     cells = published.published_cells()
     own = cells[(cells["device"] == "MI350") & (cells["op"] == published.FITTED_OP)]
     card, units = published.card("MI350"), published.units("MI350")
-    p = fit(own, units, published.NO_MEMORY, published.WEIGHT)
-    p["gbps"] = share_of_peak * known(card.hbm_gbps, f"bandwidth of {card.product}")
+    p = calibrate.fit(own, units, published.NO_MEMORY, published.WEIGHT)
+    p["gbps"] = share_of_peak * calibrate.known(card.hbm_gbps, f"bandwidth of {card.product}")
     source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
     found = lines(card.name, card.product, "parameter", source, p | ranges(own, units))
     for device, part in published.score_published().groupby("device", sort=True):
         card = published.card(str(device))
         words = f"{len(part)} published single norms on {device}, fitted on the other card's"
-        row = score(part)[:1].assign(path_ran="row")
+        row = calibrate.score(part)[:1].assign(path_ran="row")
         found += error_lines(row, card.name, card.product, "error", words)
     floor = pd.read_csv(data_dir() / "published.csv")
     floor = floor[floor["metric"] == "hip_graph_dispatch_time"]
@@ -174,7 +168,7 @@ def main() -> None:
     """
     best: dict[str, tuple[str, pd.DataFrame]] = {}
     for name, frame in recorded_frames().items():
-        rows = usable(frame)
+        rows = calibrate.usable(frame)
         for arch in rows["arch"].unique():
             if len(rows) > len(best.get(arch, ("", []))[1]):
                 best[arch] = name, rows

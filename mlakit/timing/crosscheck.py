@@ -28,12 +28,7 @@ LARGE_M = 4096
 _ROUNDS = 30
 
 
-def crosscheck(
-    paths: Sequence[str],
-    batches: Sequence[int],
-    *,
-    device: str = "cuda",
-) -> list[dict]:
+def crosscheck(paths: Sequence[str], batches: Sequence[int], *, device="cuda") -> list[dict]:
     """One row a path and M: both clocks, CUPTI's span and sum of a replay, in us, medians of 30.
 
     At 1536 + 512 in bf16.
@@ -68,7 +63,8 @@ def _row(cell: Cell, device: str) -> dict:
     graph_us = float(np.median([graph.take() for _ in range(_ROUNDS)]))
     kernel_us = float(np.median([kernel.take() for _ in range(_ROUNDS)]))
     span_us, busy_us = np.median([_replay_us(graph) for _ in range(_ROUNDS)], axis=0)
-    row: dict = {
+    off = graph_us / float(span_us) - 1, kernel_us / graph_us - 1
+    return {
         "path": path.name,
         "m": cell.m,
         "graph_us": graph_us,
@@ -76,13 +72,10 @@ def _row(cell: Cell, device: str) -> dict:
         "kernel_us": kernel_us,
         "cupti_kernels_in_graph_us": float(busy_us),
         "gap_us": float(span_us - busy_us),
-        "graph_off": graph_us / float(span_us) - 1,
-        "kernel_off": kernel_us / graph_us - 1,
-        "agrees": None,
+        "graph_off": off[0],
+        "kernel_off": off[1],
+        "agrees": max(map(abs, off)) <= LIMIT if cell.m >= LARGE_M else None,
     }
-    if cell.m >= LARGE_M:
-        row["agrees"] = max(abs(row["graph_off"]), abs(row["kernel_off"])) <= LIMIT
-    return row
 
 
 def _replay_us(lane) -> tuple[float, float]:

@@ -133,16 +133,15 @@ class CpuLoad:
     """Cores that other processes kept busy, on average, between construction and ``read``."""
 
     def __init__(self) -> None:
-        self._start = (time.perf_counter(), _busy_s(), time.process_time())
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        return time.perf_counter(), _busy_s(), time.process_time()
 
     def read(self) -> float | None:
         """Foreign load in cores; the 1-minute load average where ``/proc/stat`` tells nothing."""
-        wall, busy, own = (
-            b - a
-            for a, b in zip(
-                self._start, (time.perf_counter(), _busy_s(), time.process_time()), strict=True
-            )
-        )
+        wall, busy, own = (b - a for a, b in zip(self._start, self._now(), strict=True))
         if busy <= 0 or wall <= 0:
             return os.getloadavg()[0]
         return max(0.0, (busy - own) / wall)
