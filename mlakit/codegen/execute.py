@@ -6,7 +6,7 @@ reproduced, with idealised reciprocals and roots (hardware may differ by one ulp
 timing, and missing waits or races are not seen. An unknown instruction, an address outside the
 given arrays, or a read of a register that was never written stops the run.
 
-Layout of the launch: LLVM, "User Guide for AMDGPU Backend", sections "Kernel Descriptor", "Initial
+Layout of the launch: LLVM, "User Guide for AMDGPU Backend", sections "Kernel _Descriptor", "Initial
 Kernel Execution State" and "Preloaded Kernel Arguments".
 """
 
@@ -33,12 +33,12 @@ from mlakit.codegen.isa.state import VCC_MASK, Family, Waves
 from mlakit.errors import MisuseError
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
-MAX_STEPS = 300_000
+_MAX_STEPS = 300_000
 _ITEM = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8, "u32": 4, "u64": 8}
 
 
 @dataclass(frozen=True)
-class Descriptor:
+class _Descriptor:
     """What the kernel descriptor (64 bytes in ``.rodata``) says about the launch."""
 
     lds_bytes: int
@@ -55,14 +55,14 @@ class Descriptor:
     float_mode: int
 
 
-def read_descriptor(binary: bytes) -> Descriptor:
+def _read_descriptor(binary: bytes) -> _Descriptor:
     """The kernel descriptor of a code object that holds one kernel."""
     raw = section(binary, ".rodata")[:64]
     if len(raw) < 64:
         raise EmulationError("no kernel descriptor in the code object")
     field = lambda at, n: int.from_bytes(raw[at : at + n], "little")  # noqa: E731
     rsrc1, rsrc2, properties, preload = field(48, 4), field(52, 4), field(56, 2), field(58, 2)
-    return Descriptor(
+    return _Descriptor(
         lds_bytes=field(0, 4),
         kernarg_bytes=field(8, 4),
         user_sgprs=rsrc2 >> 1 & 31,
@@ -185,7 +185,7 @@ class _Machine:
         self.grid = (*grid, 1, 1, 1)[:3]
         self.gfx = 910 if compiled.arch == "gfx90a" else int(compiled.arch[3:])
         self.program = parse_program(compiled.text)
-        self.descriptor = d = read_descriptor(compiled.binary)
+        self.descriptor = d = _read_descriptor(compiled.binary)
         if d.float_mode != 0xF0:
             raise EmulationError(
                 f"float mode {d.float_mode:#x}: only round-to-nearest, no flushing"
@@ -307,8 +307,8 @@ class _Machine:
             )
             while True:
                 steps += 1
-                if steps > MAX_STEPS:
-                    raise EmulationError(f"no end after {MAX_STEPS} steps: an endless loop?")
+                if steps > _MAX_STEPS:
+                    raise EmulationError(f"no end after {_MAX_STEPS} steps: an endless loop?")
                 new = self._step(now, trace, trace_wave)
                 if new is not None or now.pc >= stop:
                     break

@@ -18,7 +18,7 @@ from mlakit.errors import one_line
 from mlakit.paths import aiter_api
 from mlakit.versions import installed
 
-NOTEBOOK_EXTRAS = ("notebooks",)
+_NOTEBOOK_EXTRAS = ("notebooks",)
 _IMPORT_LIMIT_S = 120
 
 
@@ -171,7 +171,7 @@ def _notebooks() -> Iterator[Finding]:
         return
     for line in wanted:
         match = re.fullmatch(r"""([\w.-]+)>=([\w.]+);\s*extra == ['"](\w+)['"]""", line.strip())
-        if match is None or match.group(3) not in NOTEBOOK_EXTRAS:
+        if match is None or match.group(3) not in _NOTEBOOK_EXTRAS:
             continue
         name, least, extra = match.groups()
         found = installed(name)

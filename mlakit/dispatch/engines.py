@@ -117,9 +117,9 @@ def _prefill(release: Sglang, c: Context, gfx95: bool) -> Choice:
     return made("aiter_split", why, launches=1 + kv)
 
 
-VLLM_EPS = (1e-5, 1e-6)
+_VLLM_EPS = (1e-5, 1e-6)
 """The only eps values for which vLLM registers its dual-norm patterns."""
-VLLM_ARCHS = ("gfx942", "gfx950", "gfx1250")
+_VLLM_ARCHS = ("gfx942", "gfx950", "gfx1250")
 """Where vLLM lets AITER in: CDNA 3 and later, by its ``get_cdna_version``."""
 
 
@@ -135,9 +135,9 @@ def vllm_compile(c: Context) -> Choice:
     """
     if c.q_lora_rank == 0:
         return _norms(c, "no q latent: kv alone is normalised")
-    if not c.use_aiter or c.arch not in VLLM_ARCHS:
+    if not c.use_aiter or c.arch not in _VLLM_ARCHS:
         return _norms(c, "the dual-norm pass wants ROCm on CDNA 3 or later with AITER in use")
-    if c.q_eps != c.k_eps or c.q_eps not in VLLM_EPS:
+    if c.q_eps != c.k_eps or c.q_eps not in _VLLM_EPS:
         return _norms(c, f"eps {c.q_eps:g}, {c.k_eps:g}: the pattern wants 1e-5 or 1e-6, equal")
     if c.dtype != "bf16":
         return _norms(c, f"the patterns are registered for bf16 only, not {c.dtype}")

@@ -22,17 +22,17 @@ MAX_ROWS = 4096
 """Distinct rows made and judged. A larger batch repeats them, and its first and last are judged,
 so that a path still sees its true M and a lost last row still shows."""
 
-FORMULA_ULPS = {"bf16": 1, "fp16": 1, "fp32": 256}
+_FORMULA_ULPS = {"bf16": 1, "fp16": 1, "fp32": 256}
 """Ulps a path may be off its declared formula: a float32 sum of n terms leaves about sqrt(n) ulps
 in float32, which in 16 bits moves only elements next to a tie."""
 
-FORMULA_SHARE = 0.01
+_FORMULA_SHARE = 0.01
 """Share of 16-bit elements that may differ from the declared formula before it is flagged."""
 
-EXECUTED_ROWS = 64
+_EXECUTED_ROWS = 64
 """Rows of a batch that are run through the emulator; a batch-invariant kernel needs no more."""
 
-AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
+_AITER_SOURCE = "ROCm/aiter csrc/kernels/fused_qk_norm.cu; ROCm/aiter#5151"
 
 
 def accuracy_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -> CellResult:
@@ -143,8 +143,8 @@ def _judge(path, got, x, weight, cell: Cell, judged: torch.Tensor) -> dict:
     flags = _flags(drift)
     # each rounding of the formula may fall the other way, next to a tie
     roundings = 2 if rounding == "cast_then_weight" else 1
-    wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > roundings * FORMULA_ULPS[cell.dtype]
-    if cell.dtype != "fp32" and float((off > 0).double().mean()) > FORMULA_SHARE:
+    wrong = drift.nonfinite_mismatch > 0 or int(off.max()) > roundings * _FORMULA_ULPS[cell.dtype]
+    if cell.dtype != "fp32" and float((off > 0).double().mean()) > _FORMULA_SHARE:
         flags = ",".join(filter(None, (flags, "unlike_declared_rounding")))
     note = f"{int(off.max())} ulp from its declared rounding at most" if wrong else None
     if not path.timed and x.device.type == "cpu":
@@ -182,7 +182,7 @@ def emulated_rows(cell: Cell) -> list[dict]:
 
     AITER stores BF16 by truncation on gfx942 and older, and by the hardware's rounding convert on
     gfx950, gfx12 and gfx1250, in its fused and split kernels alike (read in its source, see
-    ``AITER_SOURCE``; nothing of AMD's was run). Empty for archs that AITER doesn't serve.
+    ``_AITER_SOURCE``; nothing of AMD's was run). Empty for archs that AITER doesn't serve.
 
     Rows carry evidence ``emulated``; formulas take statistics in float64, so that a card's
     reduction order is not in them.
@@ -191,7 +191,7 @@ def emulated_rows(cell: Cell) -> list[dict]:
         return []
     path = registry.get("aiter_fused")
     rounding = path.rounding_on(cell.arch, cell.dtype)
-    base = _identity(cell, None) | {"source": AITER_SOURCE}
+    base = _identity(cell, None) | {"source": _AITER_SOURCE}
     small = replace(cell, m=min(cell.m, MAX_ROWS), layout="contiguous")
     note = f"by a rounding formula ({rounding}), not run on {cell.arch}"
     rows = []
@@ -227,7 +227,7 @@ def executed_rows(cell: Cell, families: tuple[str, ...] = FAMILIES) -> list[dict
     if why or cell.arch not in execute.ARCHS:
         why = why or f"no emulator for {cell.arch}"
         return [_row(base, "triton_fused", status="skipped", reason=f"not emulated: {why}")]
-    path, small = registry.get("triton_fused"), replace(cell, m=min(cell.m, EXECUTED_ROWS))
+    path, small = registry.get("triton_fused"), replace(cell, m=min(cell.m, _EXECUTED_ROWS))
     note = f"by executing {cell.arch} machine code on numpy, M = {small.m}"
     compiled = None
     rows: list[dict] = []

@@ -48,7 +48,7 @@ def _counting(subject: Subject) -> Inputs:
 # ---- what is read
 
 
-def known_answer(subject: Subject) -> Verdict:
+def _known_answer(subject: Subject) -> Verdict:
     """Two rows of a split view by hand; the usual wrong answers are recognised by their values."""
     given = _counting(subject)
     got = subject.call(*given.args)
@@ -65,7 +65,7 @@ def known_answer(subject: Subject) -> Verdict:
     raise Failed(problem + looks, describe(given))
 
 
-def split_views(subject: Subject) -> Verdict:
+def _split_views(subject: Subject) -> Verdict:
     """Views of one buffer give the bits of contiguous copies, and the rope part is not in them."""
     for m in (1, 2, 3, 64):
         given = subject.inputs(m)
@@ -79,7 +79,7 @@ def split_views(subject: Subject) -> Verdict:
     return PASS, "bits of contiguous copies at M = 1, 2, 3, 64"
 
 
-def inner_stride(subject: Subject) -> Verdict:
+def _inner_stride(subject: Subject) -> Verdict:
     """Columns that are not neighbours in memory: right, or refused."""
     given = subject.inputs(3, SMALL)
     odd = replace(given, q=given.q.t().contiguous().t(), k=given.k.t().contiguous().t())
@@ -88,7 +88,7 @@ def inner_stride(subject: Subject) -> Verdict:
     return PASS, "right"
 
 
-def unequal_rows(subject: Subject) -> Verdict:
+def _unequal_rows(subject: Subject) -> Verdict:
     """q of 4 rows beside k of 3: refused, or each right by itself."""
     given = subject.inputs(4, SMALL)
     odd = replace(given, k=given.k[:3])
@@ -97,16 +97,16 @@ def unequal_rows(subject: Subject) -> Verdict:
     return PASS, "each right by itself"
 
 
-def no_rows(subject: Subject) -> Verdict:
+def _no_rows(subject: Subject) -> Verdict:
     """M = 0 gives empty outputs, and leaves the next call working."""
     given = subject.inputs(0)
-    problem = wrong_empty(subject.call(*given.args), given)
+    problem = _wrong_empty(subject.call(*given.args), given)
     require(problem is None, problem or "", given)
     subject.check(subject.inputs(2))
     return PASS, "empty outputs of the right shape; M = 2 right after it"
 
 
-def wrong_empty(got: tuple, given: Inputs) -> str | None:
+def _wrong_empty(got: tuple, given: Inputs) -> str | None:
     """As ``wrong`` for outputs without elements."""
     for y, x in zip(got, (given.q, given.k), strict=False):
         if y.shape != x.shape or y.dtype != x.dtype:
@@ -114,7 +114,7 @@ def wrong_empty(got: tuple, given: Inputs) -> str | None:
     return None
 
 
-def batches(subject: Subject) -> Verdict:
+def _batches(subject: Subject) -> Verdict:
     """Every element right at the batches where launch tables and grids change."""
     for m in subject.rows():
         subject.check(subject.inputs(m, subject.widths(m)))
@@ -122,7 +122,7 @@ def batches(subject: Subject) -> Verdict:
     return PASS, f"right at {len(tried)} batches from M = {tried[0]} to {tried[-1]}"
 
 
-def odd_widths(subject: Subject) -> Verdict:
+def _odd_widths(subject: Subject) -> Verdict:
     """Widths from 1 to 16384, 7 rows, neighbours in the buffer and repeats unharmed."""
     refusals = {}
     for width in ODD_WIDTHS:
@@ -160,7 +160,7 @@ def _sentinels(subject: Subject, given: Inputs) -> None:
     require(intact, "wrote outside its output", given)
 
 
-def rank_3(subject: Subject) -> Verdict:
+def _rank_3(subject: Subject) -> Verdict:
     """(B, T, N): contiguous, a slice, and a transpose that is no single row stride."""
     flat = subject.inputs(6)
     want = subject.call(*flat.args)
@@ -191,7 +191,7 @@ def rank_3(subject: Subject) -> Verdict:
 # ---- what is computed
 
 
-def mixed_weights(subject: Subject) -> Verdict:
+def _mixed_weights(subject: Subject) -> Verdict:
     """float32 weights beside 16-bit inputs."""
     if subject.dtype == "fp32":
         return NOT_APPLICABLE, "the inputs are float32 themselves"
@@ -208,14 +208,14 @@ def mixed_weights(subject: Subject) -> Verdict:
     return PASS, "right, weights kept in float32"
 
 
-def two_eps(subject: Subject) -> Verdict:
+def _two_eps(subject: Subject) -> Verdict:
     """q's eps and k's are both honoured, on rows small enough to show it."""
     for eps in ((1e-6, 1e-2), (1e-2, 1e-6)):
         subject.check(subject.inputs(3, family="tiny", eps=eps))
     return PASS, "both honoured"
 
 
-def small_rows(subject: Subject) -> Verdict:
+def _small_rows(subject: Subject) -> Verdict:
     """Rows of 0.001: 0.707107 with eps 1e-6, 0.301511 with 1e-5; unit weights, by hand."""
     for eps in (1e-6, 1e-5):
         given = subject.inputs(2, eps=eps)
@@ -225,7 +225,7 @@ def small_rows(subject: Subject) -> Verdict:
     return PASS, "rows of 0.001 right with eps 1e-6 and 1e-5"
 
 
-def zero_rows(subject: Subject) -> Verdict:
+def _zero_rows(subject: Subject) -> Verdict:
     """A row of zeros is exactly zero."""
     given = subject.inputs(4, family="zero_rows")
     got = subject.check(given)
@@ -233,7 +233,7 @@ def zero_rows(subject: Subject) -> Verdict:
     return PASS, "exactly zero"
 
 
-def nan_rows(subject: Subject) -> Verdict:
+def _nan_rows(subject: Subject) -> Verdict:
     """A NaN makes its own row NaN, and no other, and is never hidden."""
     given = subject.inputs(4)
     given.q[1, 7] = float("nan")
@@ -244,7 +244,7 @@ def nan_rows(subject: Subject) -> Verdict:
     return PASS, "its own row, all of it, and no other"
 
 
-def overflow(subject: Subject) -> Verdict:
+def _overflow(subject: Subject) -> Verdict:
     """Squares beyond float32 (bf16, fp32), and magnitudes whose squares float16 can't hold."""
     given = subject.inputs(3)
     scale = 1e3 if subject.dtype == "fp16" else 1e15
@@ -260,7 +260,7 @@ def overflow(subject: Subject) -> Verdict:
     return CONVENTION, "zeros from 1e19 on: the float32 sum of squares overflows"
 
 
-def independence(subject: Subject) -> Verdict:
+def _independence(subject: Subject) -> Verdict:
     """q does not enter into k, nor k into q, nor a row into another."""
     given = subject.inputs(4)
     base = subject.call(*given.args)
@@ -274,12 +274,12 @@ def independence(subject: Subject) -> Verdict:
     return PASS, "q, k and rows do not touch each other"
 
 
-def rounding_of_q(subject: Subject) -> Verdict:
+def _rounding_of_q(subject: Subject) -> Verdict:
     """The order of roundings of q, by fingerprint."""
     return _rounding(first_of_pair(subject.call), subject)
 
 
-def rounding_of_k(subject: Subject) -> Verdict:
+def _rounding_of_k(subject: Subject) -> Verdict:
     """The order of roundings of k, by fingerprint."""
     return _rounding(second_of_pair(subject.call), subject)
 
@@ -295,7 +295,7 @@ def _rounding(norm: Callable, subject: Subject) -> Verdict:
     return CONVENTION, found.name if found.names else found.text
 
 
-def bias(subject: Subject) -> Verdict:
+def _bias(subject: Subject) -> Verdict:
     """Signed relative bias over 4e5 elements: rounding to nearest has none."""
     given = subject.inputs(256, layout="contiguous")
     q_out = subject.call(*given.args)[0]
@@ -307,24 +307,24 @@ def bias(subject: Subject) -> Verdict:
 
 
 CASES: tuple[tuple[str, Callable[[Subject], Verdict], bool], ...] = (
-    ("known answer", known_answer, True),
-    ("split views", split_views, False),
-    ("inner stride", inner_stride, True),
-    ("unequal rows", unequal_rows, True),
-    ("M = 0", no_rows, False),
-    ("batches", batches, False),
-    ("odd widths", odd_widths, False),
-    ("rank 3", rank_3, True),
-    ("float32 weights", mixed_weights, True),
-    ("two eps", two_eps, False),
-    ("small rows", small_rows, False),
-    ("zero rows", zero_rows, False),
-    ("NaN rows", nan_rows, False),
-    ("overflow of squares", overflow, False),
-    ("q, k, rows apart", independence, False),
-    ("rounding of q", rounding_of_q, False),
-    ("rounding of k", rounding_of_k, False),
-    ("signed bias", bias, False),
+    ("known answer", _known_answer, True),
+    ("split views", _split_views, False),
+    ("inner stride", _inner_stride, True),
+    ("unequal rows", _unequal_rows, True),
+    ("M = 0", _no_rows, False),
+    ("batches", _batches, False),
+    ("odd widths", _odd_widths, False),
+    ("rank 3", _rank_3, True),
+    ("float32 weights", _mixed_weights, True),
+    ("two eps", _two_eps, False),
+    ("small rows", _small_rows, False),
+    ("zero rows", _zero_rows, False),
+    ("NaN rows", _nan_rows, False),
+    ("overflow of squares", _overflow, False),
+    ("q, k, rows apart", _independence, False),
+    ("rounding of q", _rounding_of_q, False),
+    ("rounding of k", _rounding_of_k, False),
+    ("signed bias", _bias, False),
     ("new outputs", launch.new_outputs, False),
     ("uninitialised memory", launch.uninitialised, False),
     ("given outputs", launch.given_outputs, False),

@@ -23,7 +23,7 @@ PASS, FAIL, CONVENTION, REFUSED, NOT_APPLICABLE = (
 Verdict = tuple[str, str]
 """(one of the five, detail)"""
 
-LIMIT_ULPS = {"bf16": 8, "fp16": 8, "fp32": 1024}
+_LIMIT_ULPS = {"bf16": 8, "fp16": 8, "fp32": 1024}
 """Ulps from float64 beyond which an element is wrong, not rounded otherwise: every named rounding
 but those that round a sum stays within 4."""
 
@@ -108,7 +108,7 @@ def describe(given: Inputs) -> str:
 
 
 def wrong(given: Inputs, got: object, dtype: str) -> str | None:
-    """None if both outputs are right within ``LIMIT_ULPS``, else the first thing that isn't."""
+    """None if both outputs are right within ``_LIMIT_ULPS``, else the first thing that isn't."""
     if not isinstance(got, tuple | list) or len(got) < 2:
         return f"returned {type(got).__name__}, wanted a pair"
     parts = (("q", got[0], given.q, given.q_weight, given.q_eps),) * bool(given.q.shape[-1])
@@ -119,7 +119,7 @@ def wrong(given: Inputs, got: object, dtype: str) -> str | None:
         if y.dtype != TORCH_DTYPES[dtype]:
             return f"{name}: returned {y.dtype}, wanted {TORCH_DTYPES[dtype]}"
         want = oracle(x, weight, eps)
-        bad = ulps(y, want).abs() > LIMIT_ULPS[dtype]
+        bad = ulps(y, want).abs() > _LIMIT_ULPS[dtype]
         if bool(bad.any()):
             at = tuple(int(i) for i in bad.nonzero()[0])
             return (

@@ -22,7 +22,7 @@ DIMS = mla.Dims(512, 8, 192, 128, nope=32, rope=16, v=32)
 """DeepSeek-V3's proportions at a size that a CPU runs 61 layers of in seconds"""
 VOCABULARY = 2048
 """rows of the seeded output matrix"""
-GAIN = 0.25
+_GAIN = 0.25
 """size of what a layer adds, against a residual of size 1"""
 LAWS = ("square root", "linear", "exponential")
 
@@ -117,7 +117,7 @@ def divergence(
     if orders < 1 or layers < 2:
         raise MisuseError(f"{orders} orders, {layers} layers: give 1 and 2 at least")
     generator = torch.Generator(device).manual_seed(seed)
-    made = [mla.random_layer(DIMS, generator, dtype, GAIN) for _ in range(layers)]
+    made = [mla.random_layer(DIMS, generator, dtype, _GAIN) for _ in range(layers)]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)

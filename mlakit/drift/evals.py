@@ -15,8 +15,8 @@ from typing import Any
 from mlakit.errors import MisuseError, one_line, unknown
 
 REAL, INCONCLUSIVE, NO_EVIDENCE = "real", "inconclusive", "no evidence"
-NO_BASELINE = "no baseline, no verdict"
-NO_SAMPLES = "no samples, no verdict"
+_NO_BASELINE = "no baseline, no verdict"
+_NO_SAMPLES = "no samples, no verdict"
 
 Z_REAL, Z_INCONCLUSIVE = 1.96, 1.0
 _NORMAL = NormalDist()
@@ -99,7 +99,7 @@ def significance(
     """
     if a is None or b is None:
         given = b if a is None else a
-        return Judgement(NO_BASELINE, f"one score ({given}) and nothing to hold it against")
+        return Judgement(_NO_BASELINE, f"one score ({given}) and nothing to hold it against")
     if isinstance(a, float) and isinstance(b, float) and min(a, b) > 1 and n is None:
         return throughput(a, b)
     if isinstance(a, str | Path) and isinstance(b, str | Path):
@@ -245,7 +245,7 @@ def _right(value: object, path: Path, line: int) -> bool:
     raise MisuseError(f"{path} line {line}: result {value!r} is neither right (1) nor wrong (0)")
 
 
-UNPATCHED = "unpatched"
+_UNPATCHED = "unpatched"
 
 
 def evaluate(
@@ -269,9 +269,9 @@ def evaluate(
     if not (folder / "config.json").is_file():
         raise MisuseError(f"{folder} holds no config.json: give a transformers model's folder")
     if a == b:
-        raise MisuseError(f"both sides are {a}: give two, for example {UNPATCHED} and truncate")
+        raise MisuseError(f"both sides are {a}: give two, for example {_UNPATCHED} and truncate")
     asked = hf.read_questions(questions)
-    plans = {n: None if n == UNPATCHED else hf.step_of(n) for n in (a, b)}
+    plans = {n: None if n == _UNPATCHED else hf.step_of(n) for n in (a, b)}
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -301,7 +301,7 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
     """
     a_all, b_all = (list(v) if isinstance(v, Sequence) else [float(v)] for v in (a, b))
     if not a_all or not b_all:
-        return Judgement(NO_BASELINE, "one side has no figure at all")
+        return Judgement(_NO_BASELINE, "one side has no figure at all")
     if min(a_all + b_all) <= 0:
         raise MisuseError("a throughput of 0 or less: give figures above 0")
     logs_a, logs_b = ([math.log(v) for v in values] for values in (a_all, b_all))
@@ -315,7 +315,7 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
             f"{known['a']:.4g} to {known['b']:.4g} is {change:+.2%}, but one figure a side has no "
             "spread: whether it is chance can't be said; give the samples of both runs"
         )
-        return Judgement(NO_SAMPLES, text, **known)
+        return Judgement(_NO_SAMPLES, text, **known)
     from scipy.stats import ttest_ind
 
     result = ttest_ind(logs_b, logs_a, equal_var=False)
@@ -323,7 +323,7 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
     p = float(result.pvalue)
     if math.isnan(p):
         text = "no sample differs from the others of its side; samples of a clock do"
-        return Judgement(NO_SAMPLES, text, **known)
+        return Judgement(_NO_SAMPLES, text, **known)
     z = z_of(p, float(result.statistic))
     text = f"{change:+.2%} (95 % interval {low:+.2%} to {high:+.2%}), z = {z:+.2f}, p = {p:.2g}"
     test = "Welch on log throughput, unpaired"

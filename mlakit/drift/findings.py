@@ -18,7 +18,7 @@ COLUMNS = (
 ).split()
 """``share_differ`` and ``max_ulp`` are b against a; bias and rel_l2 are each against float64."""
 
-VLLM_ORDERS = (
+_VLLM_ORDERS = (
     ("up to v0.19.1", "cast_then_weight"),
     ("v0.20.0 to v0.20.2 (#40860)", "round_once"),
     ("after #42379", "weight_dtype"),
@@ -68,7 +68,7 @@ def _orders(x, w) -> list[dict]:
         ("Hugging Face order against one rounding", "convention", "round_once", "cast_then_weight",
          f"{vllm}/pull/49639", "both legitimate; with unit weights the two are the same bits"),
     ]  # fmt: skip
-    for (old, a), (new, b) in itertools.pairwise(VLLM_ORDERS):
+    for (old, a), (new, b) in itertools.pairwise(_VLLM_ORDERS):
         title = f"vLLM's order: {old}, then {new}"
         found.append((title, "convention", a, b, f"{vllm} issues 42325, 49616", ""))
     return [

@@ -19,12 +19,12 @@ from mlakit.drift.ulp import ulps
 from mlakit.errors import one_line
 from mlakit.rounding import EPS_RULES, STATISTICS, Recipe
 
-ROW_SLACK = 0.01
-ROWS_WANTED = 0.95
+_ROW_SLACK = 0.01
+_ROWS_WANTED = 0.95
 """A candidate fits when 95 % of rows differ in at most 1 % of elements: one ulp of float32 in s
 moves 1 element in 2**14, and a rounded s next to a tie moves a whole row."""
 
-FIXED_EPS = (1e-5, 1e-6, torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps)
+_FIXED_EPS = (1e-5, 1e-6, torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps)
 """Constants that implementations are known to put in place of the eps they were given."""
 
 
@@ -100,7 +100,7 @@ def fingerprint(fn: Callable, *, device: str = "cpu", dtype: str = "bf16") -> Fi
     rough = {r: _share_of_rows(got, r(x, weight, EPS)) for r in _candidates(dtype)}
     best = max(rough, key=lambda r: rough[r])
     evidence = [f"order, 48 rows: best of {len(rough)} is {best.name}, {rough[best]:.0%} of rows"]
-    if rough[best] < ROWS_WANTED:
+    if rough[best] < _ROWS_WANTED:
         return _not_exact(fn, x, weight, got, best, rough[best], evidence, dtype)
     fits, line = _refine(fn, [r for r in rough if rough[r] >= 0.9], dtype, device)
     best = fits[0]
@@ -152,7 +152,7 @@ def _text(names: set[str], details: dict[str, str], dtype: str) -> str:
 def _candidates(dtype: str) -> tuple[Recipe, ...]:
     products = ("round_once", "cast_then_weight", "truncate", "truncate_twice", "bf16_scale")
     rstds: tuple[str, ...] = ("float32", "bf16_rstd")
-    plain = [("float32", e) for e in (*EPS_RULES, *(f"eps_fixed_{v:.3g}" for v in FIXED_EPS))]
+    plain = [("float32", e) for e in (*EPS_RULES, *(f"eps_fixed_{v:.3g}" for v in _FIXED_EPS))]
     statistics = plain + [(s, "inside") for s in STATISTICS[1:]]
     if dtype == "fp32":
         statistics, rstds = plain, rstds[:1]
@@ -166,17 +166,17 @@ class _FixedEps(Recipe):
     """A recipe that puts a constant of its own in place of the eps it is given."""
 
     def scale(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        fixed = next(v for v in FIXED_EPS if self.eps == f"eps_fixed_{v:.3g}")
+        fixed = next(v for v in _FIXED_EPS if self.eps == f"eps_fixed_{v:.3g}")
         return Recipe(self.statistic, rstd=self.rstd).scale(x, fixed)
 
 
 def _share_of_rows(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Share of rows that agree within ``ROW_SLACK`` (float32: within 8 ulp everywhere)."""
+    """Share of rows that agree within ``_ROW_SLACK`` (float32: within 8 ulp everywhere)."""
     if got.dtype == torch.float32:
         differ = ulps(got, want.double()).abs() > 8
     else:
         differ = (got != want) & ~(got.isnan() & want.isnan())
-    return float((differ.double().mean(-1) <= ROW_SLACK).double().mean())
+    return float((differ.double().mean(-1) <= _ROW_SLACK).double().mean())
 
 
 # ---- no candidate fits: any scale at all, one a row
@@ -281,7 +281,7 @@ def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[st
     shares = {k: _share_of_rows(got, v) for k, v in tried.items()}
     what = max(shares, key=lambda k: shares[k])
     line = ", ".join(f"{k}: {v:.0%} of rows" for k, v in shares.items())
-    if shares[what] < ROWS_WANTED:
+    if shares[what] < _ROWS_WANTED:
         return "unlike any candidate", "", f"weight: {line}"
     one = what == "in its own dtype, one rounding"
     return what, "proven" if one else "", f"weight: {line}"

@@ -17,7 +17,7 @@ GROUP = 32
 """elements that share one scale"""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """magnitude of each code 0 to 7; code + 8 is its negative"""
-NAN_SCALE = 255
+_NAN_SCALE = 255
 
 RULES = {"ocp_floor": 0, "round_up": 0x3FFFFF, "quark_even": 0x200000}
 """Scale rule -> what is added to the float32 bits of amax before its exponent is taken, less 2.
@@ -48,13 +48,13 @@ def scale_of(amax: torch.Tensor, rule: str = DEFAULT_RULE) -> torch.Tensor:
         raise unknown("E8M0 scale rule", rule, RULES)
     bits = amax.float().abs().view(torch.int32)
     byte = (((bits + RULES[rule]) >> 23) - 2).clamp_min(0)
-    return torch.where(bits >= 0x7F800000, NAN_SCALE, byte).to(torch.uint8)
+    return torch.where(bits >= 0x7F800000, _NAN_SCALE, byte).to(torch.uint8)
 
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     """Float32 value of E8M0 bytes: 2^(byte - 127), NaN for 255."""
     bits = torch.where(scale == 0, 0x00400000, scale.int() << 23)
-    return torch.where(scale == NAN_SCALE, torch.nan, bits.view(torch.float32))
+    return torch.where(scale == _NAN_SCALE, torch.nan, bits.view(torch.float32))
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,12 @@ LANES = (
     f"triton_fp8_group128 {DELETED}"
 ).split()
 BASE = "torch_rms_norm"
-FAR = {"none": 2**-8, "fp8_group128": 2**-4, "mxfp4": 2**-2}
+_FAR = {"none": 2**-8, "fp8_group128": 2**-4, "mxfp4": 2**-2}
 """relative error, by quant, above which a step is wrong: a step of its format"""
 COPIES = 6
 """Graphs captured of a lane: the same kernels at other addresses differ by up to 0.9 us a layer on
 an H200. The lowest and highest of six are a 97 % interval of their median, whatever their law."""
-CALLS = 200
+_CALLS = 200
 """of a microbenchmark's graph: 800 KB of norm weights, each read once a replay"""
 MICRO = {
     "given": "with outputs given, as in `mlakit sweep`: a path that takes none copies into them",
@@ -110,7 +110,7 @@ def refusal(stack: Stack, hidden: torch.Tensor, lane: str, arch: str) -> str | N
         q = dequantise(path.output, q)
     for got, given, quant in ((q, args[:3], path.output), (k, args[3:], "none")):
         want = rounding.oracle(*given)
-        if float((got.double() - want).norm() / want.norm()) > FAR[quant]:
+        if float((got.double() - want).norm() / want.norm()) > _FAR[quant]:
             return "wrong: it does not agree with float64 in layer 0"
     return None
 
@@ -138,7 +138,7 @@ def microbenchmarks(stack: Stack, hidden: torch.Tensor, lanes: Sequence[str]) ->
     q, q_weight, eps, k, k_weight, _ = args
     x = rms_norm(hidden, (d.hidden_size,), stack.layers[0].input_norm, d.eps)
     outs = q.new_empty(q.shape), k.new_empty(k.shape)
-    norms = [(q_weight.clone(), k_weight.clone()) for _ in range(CALLS)]
+    norms = [(q_weight.clone(), k_weight.clone()) for _ in range(_CALLS)]
     slots = {
         "given": [Slot(0, args, outs)],
         "hot": [Slot(0, args, None)],
@@ -179,5 +179,5 @@ def _micro_lane(call: Callable, slots: list[Slot], device: str) -> clock.LoopLan
     if device == "cpu":
         return clock.LoopLane(call, ring, min(len(slots), 20), lambda: None)
     # Weights are cold where each call has its own and the cache is read out before.
-    plan = clock.GraphPlan(max(CALLS, len(slots)) // len(slots) * len(slots), len(slots), True)
+    plan = clock.GraphPlan(max(_CALLS, len(slots)) // len(slots) * len(slots), len(slots), True)
     return clock.GraphLane(call, ring, plan, guard.cache_bytes(device))

@@ -20,7 +20,7 @@ from mlakit.errors import MisuseError
 from mlakit.paths.checks import kernel_limits, prepare
 from mlakit.paths.registry import Path
 
-ELEMENTS_PER_THREAD = 1 << 18
+_ELEMENTS_PER_THREAD = 1 << 18
 """Below this many elements a thread, waking another costs more than it saves (measured)."""
 
 _OWNER = os.getpid()
@@ -288,7 +288,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         m, q_eps, k_eps,
     )  # fmt: skip
     run, address, _ = _kernel(q.dtype, q_weight.dtype)
-    threads = min(m * (q_width + k_width) // ELEMENTS_PER_THREAD, m)
+    threads = min(m * (q_width + k_width) // _ELEMENTS_PER_THREAD, m)
     if threads > 1 and (threads := min(threads, torch.get_num_threads())) > 1:
         parallel = _openmp()[0]
         if parallel and os.getpid() == _OWNER:

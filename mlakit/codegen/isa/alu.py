@@ -46,7 +46,7 @@ def minimum(a, b):
     return -maximum(-a, -b)
 
 
-def median(a, b, c):
+def _median(a, b, c):
     """The middle of three; with a NaN among them, the least."""
     middle = maximum(minimum(a, b), minimum(maximum(a, b), c))
     nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
@@ -85,7 +85,7 @@ def bitop3(a, b, c, table: int):
     return out
 
 
-def byte_permute(a, b, select):
+def _byte_permute(a, b, select):
     """v_perm_b32: each byte of ``select`` picks from the eight bytes of a (high) and b (low).
 
     8 to 11 give the sign of every other byte, 12 gives 0, more gives 0xff.
@@ -127,7 +127,7 @@ def borrow(a, b, c=0):
     return wide.astype(U32), wide >> U64(32) != 0
 
 
-def div_fixup(q, d, n):
+def _div_fixup(q, d, n):
     """v_div_fixup_f32: the special cases of n / d, else |q| with the sign of n / d.
 
     A NaN quotient of finite numbers comes of an overflow on the way, and is one.
@@ -186,7 +186,7 @@ OPS: dict[str, Op] = {
     "v_bfi_b32": op(_U3, lambda a, b, c: (a & b) | (~a & c)),
     "v_cndmask_b32": op("b32 b32 b32 mask", _choose),
     "v_cndmask_b16": op("b16 b16 b16 mask", _choose),
-    "v_perm_b32": op(_U3, byte_permute),
+    "v_perm_b32": op(_U3, _byte_permute),
     "v_alignbit_b32": op(_U3, _align),
     "v_bfe_u32": op(_U3, _bfe),
     "v_bfe_i32": op("i32 i32 u32 u32", _bfe_signed),
@@ -217,8 +217,8 @@ OPS: dict[str, Op] = {
     "v_rcp_f32": op("f32 f32", _ideal(lambda x: 1 / x)),
     "v_sqrt_f32": op("f32 f32", _ideal(np.sqrt)),
     "v_rsq_f64": op("f64 f64", lambda x: 1 / np.sqrt(x)),
-    "v_div_fixup_f32": op(_F3, div_fixup),
-    "v_med3_f32": op(_F3, median),
+    "v_div_fixup_f32": op(_F3, _div_fixup),
+    "v_med3_f32": op(_F3, _median),
     "v_maximum_f32": op(_F2, nan_wins(maximum)),
     "v_minimum_f32": op(_F2, nan_wins(minimum)),
     "v_maximum3_f32": op(_F3, nan_wins(_fold(maximum))),

@@ -114,21 +114,21 @@ def sdwa_place(old: np.ndarray, bits: np.ndarray, mods: dict[str, str]) -> np.nd
     return kept | field
 
 
-def readfirstlane(waves: Waves, i: Instruction) -> None:
+def _readfirstlane(waves: Waves, i: Instruction) -> None:
     """v_readfirstlane_b32: the lowest active lane, lane 0 if none is."""
     first = waves.exec.argmax(1)
     bits = waves.vgpr(i.operands[1].index)
     waves.write_scalar(i.operands[0], bits[np.arange(len(first)), first])
 
 
-def readlane(waves: Waves, i: Instruction) -> None:
+def _readlane(waves: Waves, i: Instruction) -> None:
     """v_readlane_b32: one lane, active or not."""
     lane = waves.read_scalar(i.operands[2]) % waves.lanes
     bits = waves.vgpr(i.operands[1].index)
     waves.write_scalar(i.operands[0], bits[np.arange(len(lane)), lane])
 
 
-def writelane(waves: Waves, i: Instruction) -> None:
+def _writelane(waves: Waves, i: Instruction) -> None:
     """v_writelane_b32: one lane, active or not."""
     lane = waves.read_scalar(i.operands[2]) % waves.lanes
     index = i.operands[0].index
@@ -139,7 +139,7 @@ def writelane(waves: Waves, i: Instruction) -> None:
     waves.v_set[index] = True
 
 
-def permlane16(waves: Waves, i: Instruction) -> None:
+def _permlane16(waves: Waves, i: Instruction) -> None:
     """v_permlane16_b32 and v_permlanex16_b32: any lane of the own, or of the partner row of 16.
 
     RDNA3 ISA, "V_PERMLANE16_B32": eight 4-bit lane numbers in each of two scalars; op_sel bit 0
@@ -162,7 +162,7 @@ def permlane16(waves: Waves, i: Instruction) -> None:
         waves.write(dst, moved, valid)
 
 
-def permlane_swap(waves: Waves, i: Instruction) -> None:
+def _permlane_swap(waves: Waves, i: Instruction) -> None:
     """v_permlane16_swap_b32 / v_permlane32_swap_b32: odd rows of dst for even rows of src."""
     size = 16 if "permlane16" in i.name else 32
     a, b = (waves.vgpr(o.index).copy() for o in i.operands)
@@ -180,7 +180,7 @@ def _lane_named(waves: Waves, i: Instruction) -> np.ndarray:
     return (at >> U32(2)).astype(np.int64) % waves.lanes
 
 
-def bpermute(waves: Waves, i: Instruction) -> None:
+def _bpermute(waves: Waves, i: Instruction) -> None:
     """ds_bpermute_b32: each lane pulls from lane address / 4; an inactive source gives 0."""
     dst, _, data = i.operands
     source = _lane_named(waves, i)
@@ -188,7 +188,7 @@ def bpermute(waves: Waves, i: Instruction) -> None:
     waves.write(dst, np.where(np.take_along_axis(waves.exec, source, 1), moved, U32(0)))
 
 
-def permute(waves: Waves, i: Instruction) -> None:
+def _permute(waves: Waves, i: Instruction) -> None:
     """ds_permute_b32: each active lane pushes to lane address / 4; the highest lane wins."""
     dst, _, data = i.operands
     target = _lane_named(waves, i)
@@ -198,7 +198,7 @@ def permute(waves: Waves, i: Instruction) -> None:
     waves.write(dst, out)
 
 
-def swizzle(waves: Waves, i: Instruction) -> None:
+def _swizzle(waves: Waves, i: Instruction) -> None:
     """ds_swizzle_b32 (CDNA3 ISA, "DS_SWIZZLE_B32"): quad permute, or masks within 32 lanes."""
     lane = np.arange(waves.lanes)
     mode, *args = re.findall(r"[\w]+", i.mods["offset"].removeprefix("swizzle"))
@@ -222,12 +222,12 @@ def swizzle(waves: Waves, i: Instruction) -> None:
 
 
 FAMILIES = (
-    family("v_readfirstlane_b32", readfirstlane),
-    family("v_readlane_b32", readlane),
-    family("v_writelane_b32", writelane),
-    family("v_permlanex?16_b32", permlane16, "op_sel"),
-    family("v_permlane(16|32)_swap_b32", permlane_swap),
-    family("ds_bpermute_b32", bpermute, "offset"),
-    family("ds_permute_b32", permute, "offset"),
-    family("ds_swizzle_b32", swizzle, "offset"),
+    family("v_readfirstlane_b32", _readfirstlane),
+    family("v_readlane_b32", _readlane),
+    family("v_writelane_b32", _writelane),
+    family("v_permlanex?16_b32", _permlane16, "op_sel"),
+    family("v_permlane(16|32)_swap_b32", _permlane_swap),
+    family("ds_bpermute_b32", _bpermute, "offset"),
+    family("ds_permute_b32", _permute, "offset"),
+    family("ds_swizzle_b32", _swizzle, "offset"),
 )

@@ -174,7 +174,7 @@ def _vector_operands(i: Instruction, family: str) -> tuple[str, int, str, list[O
     return kind, *SIZES[what], [second, first, *rest] if swap else i.operands
 
 
-def scalar_load(waves: Waves, i: Instruction) -> None:
+def _scalar_load(waves: Waves, i: Instruction) -> None:
     """s_load_*: one address per wave."""
     size, form = SIZES[i.name.removeprefix("s_load_")]
     dst, base, *rest = i.operands
@@ -194,7 +194,7 @@ def _extend(words: np.ndarray, size: int) -> np.ndarray:
     return (words ^ sign) - sign
 
 
-def global_access(waves: Waves, i: Instruction) -> None:
+def _global_access(waves: Waves, i: Instruction) -> None:
     """global_load_* and global_store_*: a 64-bit address, or a scalar base and a 32-bit offset."""
     *what, (first, address, base) = _vector_operands(i, "global")
     if base.kind == "off":
@@ -220,7 +220,7 @@ def _resource(waves: Waves, op: Operand) -> tuple[np.ndarray, np.ndarray]:
     return low & U64((1 << 48) - 1), word[2].astype(U64)
 
 
-def buffer_access(waves: Waves, i: Instruction) -> None:
+def _buffer_access(waves: Waves, i: Instruction) -> None:
     """buffer_load_* and buffer_store_* on raw buffers: out of range loads 0 and stores nothing."""
     *what, (first, address, resource, step) = _vector_operands(i, "buffer")
     base, records = _resource(waves, resource)
@@ -252,7 +252,7 @@ class Lds(Bytes):
 _LDS = r"ds_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_({})"
 
 
-def lds_access(waves: Waves, i: Instruction) -> None:
+def _lds_access(waves: Waves, i: Instruction) -> None:
     """ds_read / ds_write (ds_load / ds_store from gfx11), one or two addresses."""
     verb, two, strided, name = re.fullmatch(_LDS.format(r"\w+"), i.name).groups()
     load = verb in ("load", "read")
@@ -270,7 +270,7 @@ def lds_access(waves: Waves, i: Instruction) -> None:
         _move(waves, i, first, what, active, lds, at)
 
 
-def scratch_access(waves: Waves, i: Instruction) -> None:
+def _scratch_access(waves: Waves, i: Instruction) -> None:
     """scratch_load_* and scratch_store_*: bytes private to a lane (CDNA3 ISA, "Scratch")."""
     kind, size, form, (first, address, base) = _vector_operands(i, "scratch")
     at = np.full(waves.exec.shape, _offset(i), np.int64)
@@ -288,9 +288,9 @@ def scratch_access(waves: Waves, i: Instruction) -> None:
 _HINTS = "glc slc dlc sc0 sc1 nt th scope offset "
 _ANY = "|".join(SIZES)
 FAMILIES = (
-    family(rf"s_load_({_ANY})", scalar_load, _HINTS),
-    family(rf"global_(load|store)_({_ANY})", global_access, _HINTS + "scale_offset"),
-    family(rf"buffer_(load|store)_({_ANY})", buffer_access, _HINTS + "offen"),
-    family(rf"scratch_(load|store)_({_ANY})", scratch_access, _HINTS),
-    family(_LDS.format(_ANY), lds_access, "offset offset0 offset1"),
+    family(rf"s_load_({_ANY})", _scalar_load, _HINTS),
+    family(rf"global_(load|store)_({_ANY})", _global_access, _HINTS + "scale_offset"),
+    family(rf"buffer_(load|store)_({_ANY})", _buffer_access, _HINTS + "offen"),
+    family(rf"scratch_(load|store)_({_ANY})", _scratch_access, _HINTS),
+    family(_LDS.format(_ANY), _lds_access, "offset offset0 offset1"),
 )

@@ -57,7 +57,7 @@ def _halves(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return bits & U32(0xFFFF), bits >> U32(16)
 
 
-def packed(waves: Waves, i: Instruction) -> None:
+def _packed(waves: Waves, i: Instruction) -> None:
     """v_pk_*: the same operation on two halves; op_sel and op_sel_hi choose each half's source."""
     operation, kind = re.fullmatch(r"v_pk_(\w+?)_([fuib]+\d+)", i.plain).groups()
     if "clamp" in i.mods:
@@ -87,7 +87,7 @@ def _write_pair(waves: Waves, dst: Operand, low: np.ndarray, high: np.ndarray) -
         waves.write(dst, low | high << U32(16))
 
 
-def packed_move(waves: Waves, i: Instruction) -> None:
+def _packed_move(waves: Waves, i: Instruction) -> None:
     """v_pk_mov_b32: op_sel chooses a register of each source's pair."""
     dst, *sources = i.operands
     chosen = zip(sources, i.bits("op_sel", 0, 2), strict=True)
@@ -100,7 +100,7 @@ def _narrow(bits: np.ndarray, kind: str) -> np.ndarray:
     return bits.astype(U16).view(DTYPES.get(kind, U16))
 
 
-def fma_mix(waves: Waves, i: Instruction) -> None:
+def _fma_mix(waves: Waves, i: Instruction) -> None:
     """v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: op_sel_hi says which sources are 16-bit."""
     narrow, high = i.bits("op_sel_hi", 0, 3), i.bits("op_sel", 0, 3)
     args = []
@@ -131,7 +131,7 @@ def _fp8(waves: Waves, name: str) -> numbers.MiniFloat:
     return numbers.E4M3_FNUZ if fnuz else numbers.E4M3
 
 
-def convert_pair(waves: Waves, i: Instruction) -> None:
+def _convert_pair(waves: Waves, i: Instruction) -> None:
     """v_cvt_pk_{bf16,f16}_f32, v_pack_b32_f16: two values to one register."""
     if i.name == "v_pack_b32_f16":
         pair = [source(waves, i, k, i.operands[1 + k], "b16")[0] for k in (0, 1)]
@@ -153,7 +153,7 @@ def _values(waves: Waves, operands: list[Operand], kind: str) -> list[np.ndarray
     return [_narrow(half, kind).astype(F32) for word in words for half in _halves(word)]
 
 
-def convert_scaled(waves: Waves, i: Instruction) -> None:
+def _convert_scaled(waves: Waves, i: Instruction) -> None:
     """v_cvt_pk_fp8_f32, v_cvt_pk_bf8_f32 (saturating where MODE.FP16_OVFL is set).
 
     With ``scalef32``: v_cvt_scalef32_{pk,pk8}_{fp8,bf8,fp4}_{f32,f16,bf16}, which divide by the
@@ -187,11 +187,12 @@ _PACKED = (
     r"v_pk_(?:(?:add|mul|fma|max|min|maximum|minimum)_(?:f16|bf16|f32)"
     r"|(?:add|sub|max|min|mad|mul_lo|lshlrev|lshrrev|ashrrev)_[ui]16|(?:lshl|lshr)rev_b16)"
 )
+_HALVES = "op_sel op_sel_hi"
 FAMILIES = (
-    family(_PACKED, packed, "op_sel op_sel_hi neg_lo neg_hi clamp"),
-    family("v_pk_mov_b32", packed_move, "op_sel op_sel_hi"),
-    family(r"v_fma_mix(lo|hi)?_(f32|f16|bf16|f32_f16|f32_bf16)", fma_mix, "op_sel op_sel_hi clamp"),
-    family(r"v_cvt_pk_(bf16|f16)_f32", convert_pair),
-    family(r"v_pack_b32_f16", convert_pair, "op_sel"),
-    family(_CONVERSION.pattern, convert_scaled, "op_sel"),
+    family(_PACKED, _packed, _HALVES + " neg_lo neg_hi clamp"),
+    family("v_pk_mov_b32", _packed_move, _HALVES),
+    family(r"v_fma_mix(lo|hi)?_(f32|f16|bf16|f32_f16|f32_bf16)", _fma_mix, _HALVES + " clamp"),
+    family(r"v_cvt_pk_(bf16|f16)_f32", _convert_pair),
+    family(r"v_pack_b32_f16", _convert_pair, "op_sel"),
+    family(_CONVERSION.pattern, _convert_scaled, "op_sel"),
 )

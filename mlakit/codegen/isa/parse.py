@@ -77,7 +77,7 @@ def _split(text: str) -> list[str]:
     return [p.strip() for p in re.split(r",(?![^\[(]*[\])])", text)] if text else []
 
 
-def parse_operand(text: str) -> Operand:
+def _parse_operand(text: str) -> Operand:
     """One operand's text; an unknown word becomes kind ``text``."""
     neg = absolute = sext = False
     inner = text
@@ -137,7 +137,7 @@ def parse_instruction(text: str, source: tuple[str, int] | None = None) -> Instr
     if name.startswith("v_"):
         name = _ENCODING.sub("", name).replace("v_dual_", "v_")
     dual = parse_instruction(second.strip(), source) if second else None
-    operands = [parse_operand(p) for p in parts]
+    operands = [_parse_operand(p) for p in parts]
     return Instruction(name, _plain_name(name), operands, mods, text, source, dual, sdwa)
 
 

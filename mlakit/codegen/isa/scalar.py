@@ -13,7 +13,7 @@ from mlakit.codegen.isa.parse import EmulationError, Instruction
 from mlakit.codegen.isa.state import DTYPES, Waves, family
 
 U32, U64, I32, I64, F32 = np.uint32, np.uint64, np.int32, np.int64, np.float32
-IGNORED = (
+_IGNORED = (
     r"s_nop|s_waitcnt\w*|s_wait_(?!event)\w+|s_delay_alu|s_clause|s_sendmsg|s_setprio|s_sleep|"
     r"s_inst_prefetch|s_set_inst_prefetch_distance|s_code_end|s_icache_inv|s_ttracedata|"
     r"s_prefetch_inst\w*|v_nop|buffer_gl[01]_inv|buffer_wbl2|buffer_inv|global_(inv|wb|wbinv)"
@@ -188,7 +188,7 @@ def _setreg(waves: Waves, i: Instruction) -> None:
 
 _LOGICAL, _COMPARED = "|".join(_LOGIC), "|".join(COMPARE)
 FAMILIES = (
-    family(IGNORED, lambda waves, i: None, "*"),
+    family(_IGNORED, lambda waves, i: None, "*"),
     family(r"s_mov_b(32|64)", _copy),
     family("|".join(ALU), _alu),
     family(r"s_(addc|subb)_u32", _with_carry),

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlakit.codegen.isa.parse import VCC, EmulationError, Instruction, Operand, const_bits
 
-SGPRS = 128
+_SGPRS = 128
 VCC_MASK = Operand("s", VCC, 2, text="vcc")
 _LETTERS = {"b": "u", "u": "u", "i": "i", "f": "f"}
 DTYPES = {f"{k}{n}": np.dtype(f"{v}{n // 8}") for k, v in _LETTERS.items() for n in (16, 32, 64)}
@@ -61,9 +61,9 @@ class Waves:
         waves = len(group)
         self.lanes, self.gfx, self.group, self.rank = lanes, gfx, group, rank
         self.memory, self.lds = memory, lds
-        self.s = np.zeros((SGPRS, waves), np.uint32)
+        self.s = np.zeros((_SGPRS, waves), np.uint32)
         self.v = np.zeros((vgprs, waves, lanes), np.uint32)
-        self.s_set = np.zeros((SGPRS, waves), bool)
+        self.s_set = np.zeros((_SGPRS, waves), bool)
         self.v_set = np.zeros((vgprs, waves), bool)
         self.exec = np.ones((waves, lanes), bool)
         self.exec_full = True

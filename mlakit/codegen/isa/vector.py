@@ -47,7 +47,7 @@ def _finish(value: np.ndarray, kind: str, i: Instruction) -> np.ndarray:
     return value
 
 
-def evaluate(waves: Waves, i: Instruction) -> tuple[np.ndarray, str, np.ndarray | None]:
+def _evaluate(waves: Waves, i: Instruction) -> tuple[np.ndarray, str, np.ndarray | None]:
     """(value, its type, lanes that may be written) of a value instruction."""
     if i.plain.startswith("v_bitop"):
         kind = i.plain[-3:]
@@ -69,7 +69,7 @@ def evaluate(waves: Waves, i: Instruction) -> tuple[np.ndarray, str, np.ndarray 
     return value, op.result, allowed
 
 
-def commit(waves: Waves, i: Instruction, value: np.ndarray, kind: str, allowed) -> None:
+def _commit(waves: Waves, i: Instruction, value: np.ndarray, kind: str, allowed) -> None:
     """Write a value instruction's result to its first operand."""
     dst = i.operands[0]
     if i.sdwa and i.mods.get("dst_sel", "DWORD") != "DWORD":
@@ -86,15 +86,15 @@ def commit(waves: Waves, i: Instruction, value: np.ndarray, kind: str, allowed) 
 def arithmetic(waves: Waves, i: Instruction) -> None:
     """A value instruction, or two that issue together: both read before either writes."""
     if i.dual is None:
-        commit(waves, i, *evaluate(waves, i))
+        _commit(waves, i, *_evaluate(waves, i))
         return
-    first, second = (evaluate(waves, half) for half in (i, i.dual))
+    first, second = (_evaluate(waves, half) for half in (i, i.dual))
     kept = np.array(second[0])  # it may be a view of what the first half writes
-    commit(waves, i, *first)
-    commit(waves, i.dual, kept, *second[1:])
+    _commit(waves, i, *first)
+    _commit(waves, i.dual, kept, *second[1:])
 
 
-def compare(waves: Waves, i: Instruction) -> None:
+def _compare(waves: Waves, i: Instruction) -> None:
     """v_cmp_* to a lane mask; v_cmpx_* to exec (and to its destination, before gfx10)."""
     x, operation, kind = re.fullmatch(r"v_cmp(x?)_(\w+?)_([fuib]+\d+)", i.name).groups()
     operands = i.operands if (x and waves.gfx >= 1000) else i.operands[1:]
@@ -111,7 +111,7 @@ def compare(waves: Waves, i: Instruction) -> None:
         waves.set_exec(mask & waves.exec)
 
 
-def with_carry(waves: Waves, i: Instruction) -> None:
+def _with_carry(waves: Waves, i: Instruction) -> None:
     """v_add_co_u32, v_sub_co_u32, v_subrev_co_u32 and the forms with a carry in."""
     dst, carry_out, a, b, *carry_in = i.operands
     a, b = (waves.read(o, "u32") for o in (a, b))
@@ -123,7 +123,7 @@ def with_carry(waves: Waves, i: Instruction) -> None:
     waves.write_mask(carry_out, flag)
 
 
-def multiply_add_wide(waves: Waves, i: Instruction) -> None:
+def _multiply_add_wide(waves: Waves, i: Instruction) -> None:
     """v_mad_u64_u32 and v_mad_i64_i32 (v_mad_nc_* on gfx1250): 32 x 32 + 64 bits."""
     dst, *rest = i.operands
     carry, (a, b, c) = (rest[0], rest[1:]) if len(rest) == 4 else (None, rest)
@@ -136,7 +136,7 @@ def multiply_add_wide(waves: Waves, i: Instruction) -> None:
         waves.write_mask(carry, total < c)
 
 
-def scale_for_division(waves: Waves, i: Instruction) -> None:
+def _scale_for_division(waves: Waves, i: Instruction) -> None:
     """v_div_scale_f32: value and the mask that v_div_fmas_f32 reads."""
     dst, mask, *sources = i.operands
     value, flag = div_scale(*(waves.read(o, "f32") for o in sources))
@@ -145,7 +145,7 @@ def scale_for_division(waves: Waves, i: Instruction) -> None:
         waves.write_mask(mask, flag)
 
 
-def fma_for_division(waves: Waves, i: Instruction) -> None:
+def _fma_for_division(waves: Waves, i: Instruction) -> None:
     """v_div_fmas_f32: fma, scaled back by 2^64 or 2^-64 where vcc asks (RDNA3 ISA)."""
     a, b, c = (waves.read(o, "f32") for o in i.operands[1:])
     scaled = waves.read_mask(VCC_MASK)
@@ -159,12 +159,12 @@ _MODS = lanes.DPP_MODS + " op_sel clamp mul div dst_sel dst_unused src0_sel src1
 _VALUES = "|".join(OPS)
 _COMPARED = "|".join(COMPARE)
 FAMILIES = (
-    family("v_div_scale_f32", scale_for_division),
-    family("v_div_fmas_f32", fma_for_division),
-    family(r"v_mad_(co_)?(u64_u32|i64_i32)", multiply_add_wide),
-    family(r"v_(add|sub|subrev|addc|subb|subbrev)_co(_ci)?_u32", with_carry),
-    family(r"v_cmpx?_class_[fui](16|32|64)", compare),
-    family(rf"v_cmpx?_({_COMPARED})_[fui](16|32|64)", compare, _MODS),
+    family("v_div_scale_f32", _scale_for_division),
+    family("v_div_fmas_f32", _fma_for_division),
+    family(r"v_mad_(co_)?(u64_u32|i64_i32)", _multiply_add_wide),
+    family(r"v_(add|sub|subrev|addc|subb|subbrev)_co(_ci)?_u32", _with_carry),
+    family(r"v_cmpx?_class_[fui](16|32|64)", _compare),
+    family(rf"v_cmpx?_({_COMPARED})_[fui](16|32|64)", _compare, _MODS),
     family(_VALUES, arithmetic, _MODS),
     family(r"v_bitop[23]_b(16|32)", arithmetic, "bitop3"),
 )
