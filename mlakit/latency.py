@@ -342,19 +342,11 @@ def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -
         else:
             pair_us = math.fsum(estimate(one, arch, w, m, dtype).us for w in parts)
         saved = pair_us - fused.us
-        rows.append(
-            {
-                "m": m,
-                "fused_us": fused.us,
-                "two_launches_us": pair_us,
-                "saved_us": saved,
-                "saved_pct": 100 * saved / pair_us,
-                "slack_pct": 100 * saved / fused.us,
-                "error_pct": "unknown" if fused.error_pct is None else fused.error_pct,
-                "outside": "; ".join(fused.outside),
-                "evidence": fused.evidence,
-            }
-        )
+        row: dict = {"m": m, "fused_us": fused.us, "two_launches_us": pair_us, "saved_us": saved}
+        row |= {"saved_pct": 100 * saved / pair_us, "slack_pct": 100 * saved / fused.us}
+        error = "unknown" if fused.error_pct is None else fused.error_pct
+        about = {"outside": "; ".join(fused.outside), "evidence": fused.evidence}
+        rows.append(row | {"error_pct": error} | about)
     return pd.DataFrame(rows)
 
 

@@ -129,15 +129,9 @@ def _mean(s: _Step) -> Launch:
     wide = max(1, min(512, _power_of_two(reads + 1) // 2))
     high = min(_power_of_two(s.m + 1) // 2, 512 // min(wide, 32))
     across = min(wide, 512 // high)
-    launch = Launch(
-        "reduce",
-        max(1.0, s.m / high),
-        across * high,
-        s.n,
-        4 * s.n,
-        reads=-(-reads // across),
-        meets=int(across > 32),
-    )
+    programs, turns = max(1.0, s.m / high), -(-reads // across)
+    meets = int(across > 32)
+    launch = Launch("reduce", programs, across * high, s.n, 4 * s.n, reads=turns, meets=meets)
     return _after(launch, 4 * s.n, s.cache_bytes)
 
 

@@ -47,16 +47,7 @@ def damaged(raw: bytes, seed: int) -> bytes:
     return bytes(data)
 
 
-EXTREMES = (
-    b"",
-    b"\x00" * 40,
-    b"[" * 1200,
-    b'{"a":' * 1200,
-    b"\xff\xfe" * 9,
-    b"null",
-    b"[]",
-    b"{}",
-)
+EXTREMES = (b"", b"\x00" * 40, b"[" * 1200, b'{"a":' * 1200, b"\xff\xfe" * 9, b"null", b"[]", b"{}")
 
 
 def survives(file, read, seeds=60) -> None:
@@ -225,17 +216,10 @@ def test_parameters_are_values_and_never_code(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     chance = random.Random(5)
-    hostile = [
-        '"; import os; os.system("touch ran") #',
-        "'''",
-        '"""',
-        "\\",
-        '\\"',
-        "\n%run x",
-        "{x}",
-    ]
+    hostile = ['"; import os; os.system("touch ran") #', "'''", '"""', "\\", '\\"', "\n%run x"]
+    hostile += ["{x}", "a", "\r", "\u2028", "🙂"]
     for _ in range(40):
-        text = "".join(chance.choice([*hostile, "a", "\r", "\u2028", "🙂"]) for _ in range(6))
+        text = "".join(chance.choice(hostile) for _ in range(6))
         values = {"run_dir": text, "batches": [1, 64], "families": [text]}
         code = translate_parameters("mlakit-here", "python", values, "parameters")
         body = ast.parse(code).body

@@ -143,14 +143,9 @@ def progress():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    text = TextColumn("{task.description}")
+    bar = Progress(text, *columns, console=Console(stderr=True), transient=True)
     task = bar.add_task("measuring", total=None)
     bar.start()
 

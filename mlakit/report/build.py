@@ -245,23 +245,16 @@ def _write(report: Report, options: Options, seconds: float) -> None:
     for name, run in pages.items():
         page.write_notebook(folder / name, folder / run.notebook, run, footer)
     unjudged = _unjudged(report.rows)
-    summary = {
-        "status": report.status,
-        "exit_code": int(report.exit_code),
-        "seconds": round(seconds, 1),
-        "mlakit": __version__,
-        "options": asdict(options),
-        "sweep": report.sweep,
-        "verdicts": report.verdicts,
-        "changed": report.since.sentences,
-        "unjudged": unjudged.to_dict("records"),
-        "runs": [
-            {k: v for k, v in asdict(r).items() if k != "parameters"}
-            | {"arch": r.parameters["arch"], "model": r.parameters["model"], "page": p}
-            for p, r in pages.items()
-        ],
-        "figures": sum(r.figures for r in report.runs),
-    }
+    summary = {"status": report.status, "exit_code": int(report.exit_code)}
+    summary |= {"seconds": round(seconds, 1), "mlakit": __version__, "options": asdict(options)}
+    summary |= {"sweep": report.sweep, "verdicts": report.verdicts}
+    summary |= {"changed": report.since.sentences, "unjudged": unjudged.to_dict("records")}
+    summary["runs"] = [
+        {k: v for k, v in asdict(r).items() if k != "parameters"}
+        | {"arch": r.parameters["arch"], "model": r.parameters["model"], "page": p}
+        for p, r in pages.items()
+    ]
+    summary["figures"] = sum(r.figures for r in report.runs)
     text = json.dumps(scrub.values(summary), indent=1)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(_markdown(summary), encoding="utf-8")

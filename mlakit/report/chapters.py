@@ -87,15 +87,8 @@ def rows(
         from mlakit.sweep.run import sweep
 
         key = "models" if "+" not in model else "hidden"
-        frame = sweep(
-            archs=[arch],
-            **{key: [model]},
-            batches=batches,
-            dtypes=[dtype],
-            measure=[kind],
-            seed=seed,
-            budget_s=1.0,
-        )
+        asked = {"archs": [arch], key: [model], "batches": batches, "dtypes": [dtype]}
+        frame = sweep(**asked, measure=[kind], seed=seed, budget_s=1.0)
     return of_call(frame, arch=arch, model=model, batches=batches, dtype=dtype)
 
 

@@ -24,15 +24,8 @@ from mlakit.report import scrub
 from mlakit.report.parameters import check
 from mlakit.sweep.worker import die_with, share_of_cores
 
-STATUS_EXIT = {
-    "ok": ExitCode.OK,
-    "regression": ExitCode.REGRESSION,
-    "failed": ExitCode.FAILED,
-    "incomplete": ExitCode.INCOMPLETE,
-    "timed out": ExitCode.TIMED_OUT,
-    "killed": ExitCode.KILLED,
-    "no kernel": ExitCode.NO_KERNEL,
-}
+STATUS_EXIT = {code.name.lower().replace("_", " "): code for code in ExitCode}
+"""By status of a run ("timed out"): each exit code is the one of its own name."""
 KERNEL = "mlakit-here"
 """The name of a kernel spec made for each run: the running interpreter, registered or not."""
 
@@ -118,14 +111,9 @@ def run_notebook(
     check_parameters(source, parameters)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlakit-") as scratch:
-        order = {
-            "parent": os.getpid(),
-            "source": str(source),
-            "target": str(target),
-            "parameters": parameters,
-            "cell_limit_s": cell_limit_s,
-            "record": str(Path(scratch) / "record.json"),
-        }
+        order = {"parent": os.getpid(), "record": str(Path(scratch) / "record.json")}
+        order |= {"source": str(source), "target": str(target), "parameters": parameters}
+        order |= {"cell_limit_s": cell_limit_s}
         child = subprocess.Popen(
             [sys.executable, "-m", "mlakit.report.runbook"],
             stdin=subprocess.PIPE,
@@ -150,15 +138,8 @@ def run_notebook(
         status, reason = ("failed", one_line(error)) if status == "ok" else (status, reason)
     if status == "ok" and figures is None:
         status, reason = "incomplete", "the end marker is missing: not every cell ran"
-    return NotebookRun(
-        name=source.stem,
-        parameters=parameters,
-        status=status,
-        reason=scrub.text(reason),
-        seconds=time.monotonic() - started,
-        notebook=target.name,
-        figures=figures or 0,
-    )
+    how = parameters, status, scrub.text(reason), time.monotonic() - started
+    return NotebookRun(source.stem, *how, target.name, figures or 0)
 
 
 def _environment(scratch: Path, at_once: int = 1) -> dict[str, str]:
@@ -237,17 +218,11 @@ def _child(order: dict) -> dict:
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
     try:
-        papermill.execute_notebook(
-            order["source"],
-            order["target"],
-            parameters=order["parameters"],
-            kernel_name=KERNEL,
-            language="python",
-            progress_bar=False,
-            log_output=False,
-            execution_timeout=int(order["cell_limit_s"]),
-            start_timeout=120,
-        )
+        options = {"kernel_name": KERNEL, "language": "python", "start_timeout": 120}
+        options |= {"progress_bar": False, "log_output": False}
+        options |= {"execution_timeout": int(order["cell_limit_s"])}
+        what = order["source"], order["target"], order["parameters"]
+        papermill.execute_notebook(*what, **options)
     except papermill.PapermillExecutionError as error:
         return {"status": "failed", "reason": f"{error.ename}: {error.evalue}"}
     except CellTimeoutError:

@@ -248,18 +248,10 @@ def create_run(path: str | Path, cells: list[Cell], **record) -> Run:
     if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
         raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
     run = Run(path, {}, lock(path))
-    run.save(
-        schema_version=SCHEMA_VERSION,
-        run_id=path.resolve().name,
-        status="running",
-        started_at=now(),
-        ended_at=None,
-        mlakit=__version__,
-        environment=None,
-        cells=[c.to_json() for c in cells],
-        cell_ids=[c.id for c in cells],
-        **record,
-    )
+    about = {"schema_version": SCHEMA_VERSION, "mlakit": __version__, "environment": None}
+    about |= {"run_id": path.resolve().name, "cell_ids": [c.id for c in cells]}
+    about |= {"status": "running", "started_at": now(), "ended_at": None}
+    run.save(cells=[c.to_json() for c in cells], **about, **record)
     return run
 
 

@@ -83,7 +83,7 @@ def difference(old: dict, new: dict) -> str | None:
     return "; ".join(found) or None
 
 
-def identity(cell: Cell, run: str, env: dict, device: str | None = None) -> dict:
+def identity(cell: Cell, run: str, env: dict, device: str = "") -> dict:
     """The identity columns of a cell's rows, where the measuring function left them out."""
     found = env["devices"][device or (devices_of(cell.arch, env) or [*env["devices"]])[0]]
     if found["arch"] != cell.arch:
@@ -94,13 +94,7 @@ def identity(cell: Cell, run: str, env: dict, device: str | None = None) -> dict
 
 
 def write_fault(
-    run_dir: Path,
-    kind: str,
-    cell: Cell,
-    env: dict,
-    status: str,
-    reason: str,
-    device: str | None = None,
+    run_dir: Path, kind: str, cell: Cell, env: dict, status: str, reason: str, device: str = ""
 ) -> list[str]:
     """Write one row, without figures, for a cell that could not be measured; its statuses.
 

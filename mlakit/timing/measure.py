@@ -244,17 +244,10 @@ class _Measurement:
         limits_us = self._p50("copy_plain") or self._p50("copy_limit"), self._p50("copy_limit")
         rows = []
         for entry in self.entries:
-            row = {
-                **self.identity,
-                "path_requested": entry.name,
-                "path_ran": entry.ran,
-                "reason": entry.reason,
-                "config": entry.config,
-                "status": entry.status,
-                "first_call_s": entry.first_call_s,
-                "launch_floor_us": floor_us,
-                **self.conditions,
-            }
+            row = self.identity | self.conditions | {"launch_floor_us": floor_us}
+            row |= {"path_requested": entry.name, "path_ran": entry.ran, "config": entry.config}
+            row |= {"status": entry.status, "reason": entry.reason}
+            row |= {"first_call_s": entry.first_call_s}
             if entry.status in ("ok", "implausible"):
                 early = entry.overlaps or entry.name == "copy_limit"
                 row |= self._figures(entry, limits_us[early])

@@ -12,14 +12,8 @@ from mlakit.sweep.grid import expand
 from mlakit.sweep.run import sweep
 from mlakit.sweep.spec import SweepSpec
 
-VALUES = {
-    "archs": ["cpu"],
-    "models": ["DeepSeek-V3"],
-    "hidden": ["768+256"],
-    "batches": [1, 64],
-    "seed": 3,
-    "measure": ["timing", "accuracy"],
-}
+VALUES = {"archs": ["cpu"], "models": ["DeepSeek-V3"], "hidden": ["768+256"], "batches": [1, 64]}
+VALUES |= {"seed": 3, "measure": ["timing", "accuracy"]}
 
 
 def test_every_source_gives_the_same_cells(tmp_path):
