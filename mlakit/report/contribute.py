@@ -131,11 +131,11 @@ def validate(file: str | Path) -> pd.DataFrame:
     frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     if rows_hash(frame) != claimed:
         raise MisuseError(f"{file.name}: its rows are not those that were recorded (hash differs)")
-    for row in frame.to_dict("records"):
-        try:
+    try:
+        for row in frame.to_dict("records"):
             check_row({k: None if pd.isna(v) else v for k, v in row.items()})
-        except ValueError as error:
-            raise MisuseError(f"{file.name}: {error}") from None
+    except ValueError as error:
+        raise MisuseError(f"{file.name}: {error}") from None
     _check_figures(frame)
     _check_aa(frame)
     _check_plausible(frame)

@@ -80,14 +80,14 @@ def history(root: str | Path = "runs", baseline: str = "") -> list[Entry]:
     base, _ = _baseline(root, runs, baseline)
     done = []
     for e in runs:
+        note = "the baseline" if e.name == base.name else ""
         try:
-            found, note = compare(base.rows_in, e.rows_in), ""
-            if not found.changes:
-                found, note = None, "no cell of it has samples to compare"
+            found = compare(base.rows_in, e.rows_in)
+            known = found if found.changes else None
+            note = note if known else "no cell of it has samples to compare"
         except (MisuseError, FileNotFoundError) as error:
-            found, note = None, scrub.text(str(error))
-        note = note or ("the baseline" if e.name == base.name else "")
-        done.append(replace(e, comparison=found, note=note))
+            known, note = None, scrub.text(str(error))
+        done.append(replace(e, comparison=known, note=note))
     return done
 
 

@@ -106,20 +106,15 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
         return Regret(policy, nan, nan, nan, traffic, 0, len(cells), "", "")
     weights = judged["m"].astype(float).map(TRAFFIC[traffic])
     worst = judged.loc[judged["regret"].idxmax()]
-    return Regret(
-        policy=policy,
-        mean=float(judged["regret"].mean()),
-        worst=float(judged["regret"].max()),
-        weighted=float(np.average(judged["regret"], weights=weights)),
-        traffic=traffic,
-        cells=len(judged),
-        unjudged=len(cells) - len(judged),
-        worst_cell=(
-            f"{worst['q_lora_rank']}+{worst['kv_lora_rank']} M={worst['m']} {worst['dtype']} "
-            f"{worst['clock']}: {worst['path']}, best {worst['best']}"
-        ),
-        stand_ins="; ".join(sorted({n for n in judged["note"] if n})),
+    lost = float(judged["regret"].mean()), float(judged["regret"].max())
+    weighted = float(np.average(judged["regret"], weights=weights))
+    where = (
+        f"{worst['q_lora_rank']}+{worst['kv_lora_rank']} M={worst['m']} {worst['dtype']} "
+        f"{worst['clock']}: {worst['path']}, best {worst['best']}"
     )
+    stand_ins = "; ".join(sorted({n for n in judged["note"] if n}))
+    counts = len(judged), len(cells) - len(judged)
+    return Regret(policy, *lost, weighted, traffic, *counts, where, stand_ins)
 
 
 def held_out() -> pd.DataFrame:

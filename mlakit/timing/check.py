@@ -68,15 +68,11 @@ def _wrong_quantised(want: torch.Tensor, got, kind: str) -> str | None:
     return f"q: {int(far.sum())} elements off by more than {kind} can round" if far.any() else None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    m = x.shape[0]
-    count = m if x.is_cuda else min(m, MAX_ROWS_ON_CPU)
-    return torch.linspace(0, m - 1, count, dtype=torch.float64, device=x.device).round().long()
-
-
 def _max_ulp(x: torch.Tensor, weight: torch.Tensor, eps: float, got: torch.Tensor) -> int:
-    worst = 0
-    for rows in _rows(x).split(4096):
+    worst, last = 0, x.shape[0] - 1
+    count = last + 1 if x.is_cuda else min(last + 1, MAX_ROWS_ON_CPU)
+    looked_at = torch.linspace(0, last, count, dtype=torch.float64, device=x.device).round().long()
+    for rows in looked_at.split(4096):
         want = round_to(oracle(x[rows], weight, eps), got.dtype)
         worst = max(worst, int((order(got[rows]) - order(want)).abs().max()))
     return worst

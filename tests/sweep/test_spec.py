@@ -45,10 +45,8 @@ def test_a_pair_of_numbers_is_one_width():
     ("values", "message"),
     [
         ({"batch": [1]}, "did you mean 'batches'"),
-        ({"batches": [0]}, "whole number of rows"),
         ({"batches": "1,2.5"}, "batch is '2.5'"),
         ({"batches": {"a": 1}}, "batches is|batch is"),
-        ({"archs": ["gfx951"]}, "did you mean 'gfx950'"),
         ({"archs": [3]}, "archs.0 is 3"),
         ({"budget_s": -1}, "budget_s is -1: Input should be greater than 0"),
         ({"budget_s": float("nan")}, "budget_s is nan"),
