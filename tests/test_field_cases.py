@@ -81,16 +81,17 @@ def test_kernels_multiply_rows_by_strides_in_64_bits(file):
     few hundred rows of one program's turns (``t``), which a row of 8 MiB would take to overflow.
     """
     tree = ast.parse((ROOT / "mlakit" / "paths" / f"{file}.py").read_text(encoding="utf-8"))
-    wide, products = set(), []
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    wide = {f.name for f in functions if "tl.int64" in ast.unparse(f.body[-1])}
+    makes_wide = re.compile("|".join([r"tl\.int64", *(rf"\b{name}\(" for name in wide)]))
+    products = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and "tl.int64" in ast.unparse(node.value):
+        if isinstance(node, ast.Assign) and makes_wide.search(ast.unparse(node.value)):
             wide |= {ast.unparse(t) for t in node.targets}
-        if isinstance(node, ast.FunctionDef) and "tl.int64" in ast.unparse(node.body[-1]):
-            wide.add(node.name)  # what it returns was made int64
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             sides = ast.unparse(node.left), ast.unparse(node.right)
-            small = "group" in sides or any(re.match(r"t \* [A-Z]", side) for side in sides)
+            small = "group" in sides or any(re.match(r"t \* [A-Z]|i \* GROUPS", s) for s in sides)
             if any(re.fullmatch(r"\w*stride", side) for side in sides) and not small:
                 products.append(sides)
     assert products
