@@ -135,15 +135,19 @@ def patch(
         raise MisuseError("this model is patched already: call restore() on its handle first")
     name = rounding or (path if isinstance(path, str) else getattr(path, "__name__", "mlakit"))
     done = Patched(str(name))
-    for attention in found:
-        if all(getattr(attention, p, None) is not None for p in _PROJECTIONS):
-            _fuse(attention, step, done)
-            done.fused += 1
-        else:
-            _kv_alone(attention, step, done)
-            done.separate += 1
-        attention.__dict__[_KEY] = True
-        done.callback(attention.__dict__.pop, _KEY)
+    try:
+        for attention in found:
+            if all(getattr(attention, p, None) is not None for p in _PROJECTIONS):
+                _fuse(attention, step, done)
+                done.fused += 1
+            else:
+                _kv_alone(attention, step, done)
+                done.separate += 1
+            attention.__dict__[_KEY] = True
+            done.callback(attention.__dict__.pop, _KEY)
+    except MisuseError:
+        done.restore()  # no model is left half patched
+        raise
     return done
 
 

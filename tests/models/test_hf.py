@@ -200,3 +200,13 @@ def test_refusals():
         hf.patch(model, "torch_fp8_group128")
     with hf.patch(model), pytest.raises(MisuseError, match="patched already"):
         hf.patch(model)
+
+
+def test_a_model_that_cannot_be_patched_whole_is_left_as_it_was():
+    model = build("deepseek_v3")
+    first, last = (m for m in model.modules() if hasattr(m, "kv_a_layernorm"))
+    last.kv_a_layernorm = torch.nn.Identity()
+    with pytest.raises(MisuseError, match="Identity has no eps"):
+        hf.patch(model, "torch_native")
+    assert "forward" not in vars(first.q_a_layernorm)
+    assert not first._forward_pre_hooks
