@@ -12,7 +12,7 @@ QUANTS = ("none", "fp8_group128", "fp8_token", "mxfp4")
 WEIGHT_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8_ocp", "fp8_fnuz", "mxfp4")
 LAYOUTS = ("split", "split_out", "contiguous", "inner_strided", "rank3")
 """``split_out``: split views as in ``split``, and outputs that the caller gives."""
-AITER_APIS = ("none", "pair", "unified")
+_AITER_APIS = ("none", "pair", "unified")
 
 PACKAGES = ("triton", "numba", "cxx", "aiter", "liger_kernel", "quack", "flashinfer")
 """Optional things a path may need; ``cxx`` is a working C++ compiler (inductor on a CPU)."""
@@ -65,7 +65,7 @@ class Context:
             ("weight_dtype", self.weight_dtype, WEIGHT_DTYPES),
             ("quant", self.quant, QUANTS),
             ("layout", self.layout, LAYOUTS),
-            ("aiter_api", self.aiter_api, ("", *AITER_APIS)),
+            ("aiter_api", self.aiter_api, ("", *_AITER_APIS)),
         ):
             one_of(name, allowed, value)
         if isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 0:

@@ -50,7 +50,7 @@ _SHARPNESS = 4.0
 """Exponent of the smooth maximum of the kinds of work: two that are level overlap badly."""
 _CPU_GRAIN = 32768
 """Elements that torch gives a thread at least: ``at::internal::GRAIN_SIZE``."""
-LAUNCH_COLUMNS = tuple(f.name for f in fields(Launch))
+_LAUNCH_COLUMNS = tuple(f.name for f in fields(Launch))
 
 
 def resident_threads(arch: str) -> int:
@@ -124,7 +124,7 @@ def columns_of(made: Iterable[Launch]) -> dict[str, np.ndarray]:
     """Launches as columns, the form ``by_cause`` takes; ``kind`` as its place in ``KINDS``."""
     place = {kind: i for i, kind in enumerate(KINDS)}
     rows = zip(*((place[x.kind], *astuple(x)[1:]) for x in made), strict=True)
-    return {name: np.array(column) for name, column in zip(LAUNCH_COLUMNS, rows, strict=True)}
+    return {name: np.array(column) for name, column in zip(_LAUNCH_COLUMNS, rows, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,15 @@ def card(arch: str) -> Card:
         ranges = {n: int(v) for n, v in values.items() if n.endswith(("_from", "_to"))}
         first = own[0]
         return Card(arch, first["device"], int(values["units"]), p, first["source"], ranges)
-    return borrowed(archs.arch(arch))
+    return _borrowed(archs.arch(arch))
 
 
-def lender(arch: str) -> str:
+def _lender(arch: str) -> str:
     """The calibrated arch whose latencies ``arch`` borrows: AMD from gfx950, others from sm_90."""
     return "gfx950" if archs.vendor_of(arch) == "amd" else "sm_90"
 
 
-def borrowed(product: Arch) -> Card:
+def _borrowed(product: Arch) -> Card:
     """Parameters of a card nobody calibrated, from another card's and this one's table line.
 
     Memory bandwidth is this card's peak times the share of peak that the lender reaches, a cache's
@@ -207,12 +207,12 @@ def borrowed(product: Arch) -> Card:
             f"no model for {product.name}: data/archs.csv has no "
             f"{'bandwidth' if product.compute_units else 'compute units'} for {product.product}"
         )
-    if not _of(lender(product.name), "parameter"):
+    if not _of(_lender(product.name), "parameter"):
         raise MisuseError(
             f"no model for {product.name}: data/latency.csv has no line for it, nor for "
-            f"{lender(product.name)}; record a card first (mlakit record)"
+            f"{_lender(product.name)}; record a card first (mlakit record)"
         )
-    lent = card(lender(product.name))
+    lent = card(_lender(product.name))
     theirs = next(a for a in archs.products() if a.product == lent.device)
     p = dict(lent.parameters)
     p["gbps"] *= product.hbm_gbps / (theirs.hbm_gbps or product.hbm_gbps)

@@ -22,9 +22,9 @@ MARKERS = {
     "compiled": "P",
     "emulated": "X",
 }
-LINES = ("-", "--", ":")
-CONTROL_STYLE = {"color": "#777777", "linewidth": 1.0, "linestyle": ":"}
-CONTROL_LABELS = {
+_LINES = ("-", "--", ":")
+_CONTROL_STYLE = {"color": "#777777", "linewidth": 1.0, "linestyle": ":"}
+_CONTROL_LABELS = {
     "copy_limit": "same-traffic copy (control)",
     "launch_floor": "launch floor (control)",
     "no_step": "no step at all (control)",
@@ -51,13 +51,13 @@ def path_style(name: str) -> dict:
     """Colour and line of a path: it looks the same in every figure of a report."""
     from mlakit.paths.registry import names
 
-    if name in CONTROL_LABELS:
-        return dict(CONTROL_STYLE)
+    if name in _CONTROL_LABELS:
+        return dict(_CONTROL_STYLE)
     order = [*names(), name]
     at = order.index(name)
     return {
         "color": COLOURS[at % len(COLOURS)],
-        "linestyle": LINES[at // len(COLOURS) % len(LINES)],
+        "linestyle": _LINES[at // len(COLOURS) % len(_LINES)],
     }
 
 
@@ -65,7 +65,7 @@ def lines(axes, rows: pd.DataFrame, x: str, y: str, *, band=(), bars=(), by="pat
     """A line a path, its evidence as the marker; ``band`` or ``bars``: columns of low and high."""
     for name, part in rows.groupby(by, sort=False):
         part = part.sort_values(x)
-        label, control = CONTROL_LABELS.get(name, name), name in CONTROLS
+        label, control = _CONTROL_LABELS.get(name, name), name in CONTROLS
         look = path_style(name) | {"label": label}
         look |= {} if control else {"marker": MARKERS[part["evidence"].iloc[0]]}
         if bars:

@@ -16,7 +16,7 @@ SCHEMA_VERSION = 1
 
 EVIDENCE = ("measured", "recorded", "published", "modelled", "compiled", "emulated")
 CLOCKS = ("eager", "graph", "kernel", "cpu")
-CACHES = ("cold", "hot")
+_CACHES = ("cold", "hot")
 STATUSES = ("ok", "wrong", "skipped", "failed", "timeout", "killed", "oom", "implausible")
 CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain", "fused_early")
 """Rows with these in ``path_ran`` are controls of their cell, never peers.
@@ -26,7 +26,7 @@ CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain", "fused_ea
 fused path launched the other way than it chose: ``fused_plain`` or ``fused_early``.
 """
 
-IDENTITY = (
+_IDENTITY = (
     "schema_version run_id cell_id started_at evidence source device device_id vendor arch "
     "arch_raw driver torch triton mlakit git_sha model hidden_size q_lora_rank kv_lora_rank m "
     "dtype quant layout clock cache cache_bytes path_requested path_ran reason policy config status"
@@ -35,14 +35,14 @@ FIGURES = (
     "n p05_us p20_us p50_us p80_us p95_us mad_us ratio_to ratio ratio_lo ratio_hi host_us "
     "first_call_s bytes_moved gbps pct_of_copy pct_of_limit launch_floor_us"
 ).split()
-CONDITIONS = "clocks_before clocks_after temp_c power_w throttle cpu_load".split()
-TIMING_COLUMNS = (*IDENTITY, *FIGURES, *CONDITIONS, "flags", "note")
+_CONDITIONS = "clocks_before clocks_after temp_c power_w throttle cpu_load".split()
+TIMING_COLUMNS = (*_IDENTITY, *FIGURES, *_CONDITIONS, "flags", "note")
 
 ACCURACY_FIGURES = (
     "rounding reference input_family seed elements share_correct max_ulp ulp_p999 signed_bias "
     "bias_se rel_l2 cosine nonfinite_mismatch worst_row worst_channel"
 ).split()
-ACCURACY_COLUMNS = (*IDENTITY, "output", *ACCURACY_FIGURES, "flags", "note")
+ACCURACY_COLUMNS = (*_IDENTITY, "output", *ACCURACY_FIGURES, "flags", "note")
 COLUMNS = {"timing": TIMING_COLUMNS, "accuracy": ACCURACY_COLUMNS}
 """by kind of measurement"""
 
@@ -107,7 +107,7 @@ class Cell:
             ("quant", self.quant, QUANTS),
             ("layout", self.layout, LAYOUTS),
             ("clock", self.clock, CLOCKS),
-            ("cache", self.cache, CACHES),
+            ("cache", self.cache, _CACHES),
         ):
             one_of(name, allowed, value)
         for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "seed", "repeat"):

@@ -55,34 +55,34 @@ def main() -> None:
     try:
         code = command.main(sys.argv[1:] or ["--help"], "mlakit", standalone_mode=False)
     except (MisuseError, RefusedError) as error:
-        code = complain(str(error))
+        code = _complain(str(error))
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         see = f"; see: {context.command_path} --help" if context else ""
-        code = complain(error.format_message().rstrip(".") + see)
+        code = _complain(error.format_message().rstrip(".") + see)
     except ModuleNotFoundError as error:
         module = (error.name or "mlakit").split(".")[0]
         if module == "mlakit":
             raise
-        code = complain(f"{module} is not here: pip install {versions.install_of(module)}")
+        code = _complain(f"{module} is not here: pip install {versions.install_of(module)}")
     except LockedError as error:
-        code = complain(str(error), code=ExitCode.INCOMPLETE)
+        code = _complain(str(error), code=ExitCode.INCOMPLETE)
     except (KeyboardInterrupt, typer.Abort):
-        code = complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
+        code = _complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.OK
     except Exception as error:
         # Python's own exit code, 1, would say "regression".
         if getattr(error, "errno", None) in _MISNAMED:
-            sys.exit(complain(f"{error.filename or 'a file'}: {error.strerror}"))
+            sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror}"))
         if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             traceback.print_exc()
-        code = complain(f"{one_line(error)}; what was measured is kept", code=ExitCode.FAILED)
+        code = _complain(f"{one_line(error)}; what was measured is kept", code=ExitCode.FAILED)
     sys.exit(int(code or 0))
 
 
-def complain(text: str, code: int = ExitCode.MISUSE) -> int:
+def _complain(text: str, code: int = ExitCode.MISUSE) -> int:
     """``text`` as one line on standard error; returns ``code``."""
     print("mlakit:", *text.splitlines(), file=sys.stderr)
     return code

@@ -62,13 +62,13 @@ def sweep(
         done = over_dask(cells, folder, scheduler=None if dask == "local" else dask, **options)
     else:
         done = run.run_sweep(cells, folder, **options)
-    print_speed(done.run_dir)
+    _print_speed(done.run_dir)
     print(done)
     print(done.run_dir)
     return done.exit_code
 
 
-def print_speed(run_dir: str) -> None:
+def _print_speed(run_dir: str) -> None:
     """The table of a sweep: microseconds a path and batch, and the headline ratio."""
     from mlakit.report import chapters
     from mlakit.sweep.store import read_rows
@@ -135,7 +135,7 @@ def runs(
         print(json.dumps({k: v for k, v in record.items() if k != "cells"}, indent=1))
         for kind in record["measure"]:
             if kind == "timing":
-                print_speed(str(Path(root) / show))
+                _print_speed(str(Path(root) / show))
     elif prune is not None:
         gone = store.prune(root, keep=prune)
         print(f"deleted {len(gone)} runs" + (f": {', '.join(gone)}" if gone else ""))

@@ -26,7 +26,7 @@ from mlakit.sweep import grid, store
 from mlakit.sweep.run import progress_line, run_sweep
 
 NOTEBOOKS = ("01_dispatch", "02_speed", "03_drift", "04_codegen")
-GRAVITY = ("killed", "no kernel", "failed", "timed out", "incomplete", "regression")
+_GRAVITY = ("killed", "no kernel", "failed", "timed out", "incomplete", "regression")
 """When several runs went wrong, the first of these that occurred is the report's status."""
 
 
@@ -194,7 +194,7 @@ def _status(report: Report) -> str:
         found |= {"killed"} if "killed" in states else set()
         found |= {"timed out"} if "timeout" in states else set()
     found |= {"regression"} if report.since.regressed else set()
-    return next((s for s in GRAVITY if s in found), "ok")
+    return next((s for s in _GRAVITY if s in found), "ok")
 
 
 def _sentences(options: Options, rows: dict, arch: str, model: str) -> list[str]:

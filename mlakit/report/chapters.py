@@ -14,7 +14,7 @@ from mlakit.records import CONTROLS, with_figure
 from mlakit.shapes import parse_hidden
 from mlakit.sweep import store
 
-FEW_ROUNDS = 20
+_FEW_ROUNDS = 20
 """Below this many rounds a comparison of two runs is called uncertain."""
 
 SPEED_COLUMNS = (
@@ -29,7 +29,7 @@ DRIFT_COLUMNS = (
 # ---- 01_dispatch
 
 
-def story_contexts(arch: str) -> list[tuple[str, Context]]:
+def _story_contexts(arch: str) -> list[tuple[str, Context]]:
     """(name, context) of the calls that the story's branches tell apart, on one arch."""
     base = {"arch": arch, "m": 64}
     if archs.vendor_of(arch) != "amd":
@@ -58,11 +58,11 @@ def _captured(base: dict) -> Context:
 
 
 def policy_frame(arch: str, policies: list[str]) -> pd.DataFrame:
-    """Which path each policy picks in each of ``story_contexts``: context, policy, path, ..."""
+    """Which path each policy picks in each of ``_story_contexts``: context, policy, path, ..."""
     from mlakit.dispatch import policies as rules
 
     rows = []
-    for name, context in story_contexts(arch):
+    for name, context in _story_contexts(arch):
         for policy in policies:
             choice = rules.choose(context, policy)
             row = {"context": name, "policy": policy, "path": choice.path}
@@ -217,10 +217,10 @@ def speed_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
             f"Other programs used the machine while {int(busy.sum())} of {len(top)} cells were "
             "timed (flag busy-host): read them with that in mind, or measure again."
         )
-    few = top[top["n"] < FEW_ROUNDS]
+    few = top[top["n"] < _FEW_ROUNDS]
     if len(few):
         batches = ", ".join(f"M={m}" for m in few["m"])
-        sentences.append(f"Fewer than {FEW_ROUNDS} rounds fitted the budget at {batches}.")
+        sentences.append(f"Fewer than {_FEW_ROUNDS} rounds fitted the budget at {batches}.")
     return sentences
 
 

@@ -39,19 +39,19 @@ from mlakit.records import CONTROLS
 from mlakit.sweep import parquet, store
 from mlakit.timing import stats
 
-KEY = (
+_KEY = (
     "device arch q_lora_rank kv_lora_rank m dtype quant layout clock cache path_requested"
 ).split()
-ENVIRONMENT = "torch triton driver mlakit git_sha".split()
-MIN_SAMPLES = 20
+_ENVIRONMENT = "torch triton driver mlakit git_sha".split()
+_MIN_SAMPLES = 20
 """fewer on either side leave a row uncertain"""
-BETWEEN_RUNS = 0.005
+_BETWEEN_RUNS = 0.005
 """least spread between two runs of the same code, as a share"""
-OF_WITHIN = 0.6
+_OF_WITHIN = 0.6
 """spread between two runs as a share of the spread within them: the root mean square over the 40
 lanes of a live A/A on a busy 2-core machine was 0.61 (largest 1.35); by the copy view 0.36"""
 ALPHA, Z95 = 0.05, 1.96
-VERDICTS = ("slower", "faster", "uncertain", "same")
+_VERDICTS = ("slower", "faster", "uncertain", "same")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Comparison:
     def counts(self) -> dict[str, int]:
         """Rows by verdict."""
         found = Counter(c.verdict for c in self.changes)
-        return {v: found[v] for v in VERDICTS}
+        return {v: found[v] for v in _VERDICTS}
 
     @property
     def geometric_mean(self) -> stats.Interval | None:
@@ -159,7 +159,7 @@ class Comparison:
         parts = [f"### {self.b} against {self.a}", "", *self._summary(), ""]
         shown = sorted(
             (c for c in self.changes if c.verdict != "same"),
-            key=lambda c: (VERDICTS.index(c.verdict), -abs(math.log(c.ratio))),
+            key=lambda c: (_VERDICTS.index(c.verdict), -abs(math.log(c.ratio))),
         )
         if shown:
             parts += ["| cell | path | A us | B us | B / A | 95 % | verdict |", "|---" * 7 + "|"]
@@ -224,8 +224,8 @@ def compare(
 
 def _indexed(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[~rows.path_requested.isin(CONTROLS)].sort_values("cell_id", kind="stable")
-    repeat = rows.groupby(KEY, dropna=False).cumcount()
-    return rows.assign(repeat=repeat).set_index([*KEY, "repeat"])
+    repeat = rows.groupby(_KEY, dropna=False).cumcount()
+    return rows.assign(repeat=repeat).set_index([*_KEY, "repeat"])
 
 
 def _compare(a: Source, b: Source, smallest: float) -> Comparison:
@@ -239,7 +239,7 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
     result = Comparison(a.name, b.name, smallest, [], environment=_differences(a, b))
     found = []
     for key, row in rows_a[rows_a.status == "ok"].iterrows():
-        cell = dict(zip([*KEY, "repeat"], key, strict=True))
+        cell = dict(zip([*_KEY, "repeat"], key, strict=True))
         name = f"{label(cell)} {cell['path_requested']}"
         if key not in rows_b.index:
             result.missing.append(name)
@@ -260,17 +260,17 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
 
 def _doubt(pair: list, *rows) -> str:
     """Why the samples bear no verdict, empty where they do: too few, or others were at work."""
-    if min(len(us) for us, _ in pair) < MIN_SAMPLES:
-        return f" (under {MIN_SAMPLES} samples)"
+    if min(len(us) for us, _ in pair) < _MIN_SAMPLES:
+        return f" (under {_MIN_SAMPLES} samples)"
     flags = " ".join(str(row["flags"]) for row in rows)
-    host_timed = rows[0].name[KEY.index("clock")] in ("cpu", "eager")
+    host_timed = rows[0].name[_KEY.index("clock")] in ("cpu", "eager")
     busy = "foreign-process" in flags or (host_timed and "busy-host" in flags)
     return " (the machine was busy)" if busy else ""
 
 
 def _differences(a: Source, b: Source) -> list[str]:
     texts = []
-    for column in ENVIRONMENT:
+    for column in _ENVIRONMENT:
         values = [sorted({str(v) for v in s.rows[column].dropna()}) for s in (a, b)]
         if values[0] != values[1]:
             texts.append(f"{column} {', '.join(values[0])} -> {', '.join(values[1])}")
@@ -279,7 +279,7 @@ def _differences(a: Source, b: Source) -> list[str]:
 
 def _samples(source: Source, row) -> tuple[np.ndarray, np.ndarray | None] | None:
     """A path's samples, and those of the copy in the same rounds."""
-    path = source.samples_us.get((row.cell_id, row.name[KEY.index("path_requested")]))
+    path = source.samples_us.get((row.cell_id, row.name[_KEY.index("path_requested")]))
     copy = source.samples_us.get((row.cell_id, CONTROLS[0]))
     if path is None or not len(path):
         return None
@@ -318,16 +318,16 @@ def _change(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
     """log(median b / median a), its bootstrap error, and the spread expected between two runs."""
     scaled = [np.log(x / np.median(x)) for x in (a, b)]
     within = 1.4826 * math.hypot(*(np.median(np.abs(x)) for x in scaled)) / math.sqrt(2)
-    return *stats.log_change(a, b), OF_WITHIN * within
+    return *stats.log_change(a, b), _OF_WITHIN * within
 
 
 def _with_spread(change: np.ndarray, error: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """A view: (2, rows), the changes and their errors with the spread between runs included."""
     known = np.isfinite(change)
-    seen = BETWEEN_RUNS
+    seen = _BETWEEN_RUNS
     if known.sum() >= 8:
         own = np.median(error[known] ** 2)
-        seen = math.sqrt(max(BETWEEN_RUNS**2, _tight_spread(change[known]) ** 2 - own))
+        seen = math.sqrt(max(_BETWEEN_RUNS**2, _tight_spread(change[known]) ** 2 - own))
     return np.array([change, np.sqrt(error**2 + np.maximum(seen, expected) ** 2)])
 
 

@@ -51,7 +51,7 @@ def cells(arch: str) -> list[Cell]:
     return [*found, *(replace(c, repeat=1) for c in again)]
 
 
-def rows_hash(frame: pd.DataFrame) -> str:
+def _rows_hash(frame: pd.DataFrame) -> str:
     """sha256 of the rows as CSV in the file's order: any change of a figure changes it."""
     text = frame.to_csv(index=False, float_format="%.9g", lineterminator="\n")
     return hashlib.sha256(text.encode()).hexdigest()
@@ -79,7 +79,7 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
         "environment": scrub.values(record["environment"]),
         "started_at": record["started_at"],
         "grid": GRID,
-        "rows_sha256": rows_hash(frame),
+        "rows_sha256": _rows_hash(frame),
     }
     table = pq.read_table(exported)
     clean = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
@@ -95,10 +95,10 @@ def file_name(run_dir: str | Path) -> str:
     if device.empty:
         raise MisuseError(f"{Path(run_dir).name} has no figure to record: nothing ran here")
     started = store.show_run(run_dir)["started_at"][:10]
-    return f"{slug(device.iloc[0])}-{started}.parquet"
+    return f"{_slug(device.iloc[0])}-{started}.parquet"
 
 
-def slug(device: str) -> str:
+def _slug(device: str) -> str:
     """A folder's name for a device: ``h200`` for ``NVIDIA H200``, ``mi300x`` for an Instinct."""
     name = re.sub(r"^(nvidia|amd instinct|amd radeon)\s+", "", device.lower().strip())
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
@@ -129,7 +129,7 @@ def validate(file: str | Path) -> pd.DataFrame:
     except (ValueError, KeyError, TypeError):
         raise MisuseError(f"{file.name}: its provenance is damaged; record it again") from None
     frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
-    if rows_hash(frame) != claimed:
+    if _rows_hash(frame) != claimed:
         raise MisuseError(f"{file.name}: its rows are not those that were recorded (hash differs)")
     try:
         for row in frame.to_dict("records"):
@@ -195,10 +195,10 @@ def ingest(file: str | Path, into: str | Path | None = None) -> Path:
     """
     frame = validate(file)
     ok = frame[frame["status"] == "ok"]
-    folder = Path(into or data_dir() / "recorded") / slug(ok["device"].iloc[0])
+    folder = Path(into or data_dir() / "recorded") / _slug(ok["device"].iloc[0])
     for there in folder.glob("*.parquet"):
         if there.read_bytes() == Path(file).read_bytes():
             raise MisuseError(f"{Path(file).name} is filed already, as {there.name}")
-    name = f"{ok['started_at'].min()[:10]}-contributed-{rows_hash(frame)[:8]}.parquet"
+    name = f"{ok['started_at'].min()[:10]}-contributed-{_rows_hash(frame)[:8]}.parquet"
     parquet.replace_whole(folder / name, lambda there: there.write_bytes(Path(file).read_bytes()))
     return folder / name

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 from mlakit.report import scrub
 from mlakit.report.runbook import NotebookRun
 
-TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write(file: Path, template: str = "page.html.j2", **values) -> Path:
@@ -21,7 +21,9 @@ def write(file: Path, template: str = "page.html.j2", **values) -> Path:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     text = environment.get_template(template).render(highlight_css=_highlight_css(), **values)
     file.write_text(scrub.text(text), encoding="utf-8")
@@ -57,7 +59,7 @@ def _notebook_html(source: Path) -> str:
     from traitlets.config import Config
 
     exporter = HTMLExporter(
-        template_name="notebook", extra_template_basedirs=[str(TEMPLATES)], config=Config()
+        template_name="notebook", extra_template_basedirs=[str(_TEMPLATES)], config=Config()
     )
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     exporter.exclude_anchor_links = True

@@ -13,10 +13,10 @@ from mlakit.timing.stats import Interval
 
 STORY = ("90.12", "90.84")
 """Decode token/s before and after, SGLang pull request 23186"""
-STORY_LAYERS = 61
+_STORY_LAYERS = 61
 """of Kimi-K2.5, the model of that pull request: as many as DeepSeek-V3"""
-CPU_PATHS = ("torch_native", "torch_rms_norm", "cpu_fused")
-CLOSE = 0.2
+_CPU_PATHS = ("torch_native", "torch_rms_norm", "cpu_fused")
+_CLOSE = 0.2
 """share of the measured saving within which a prediction counts as right"""
 COLUMNS = (
     "batch lane n step_us tokens_per_s tokens_lo tokens_hi gain gain_lo gain_hi gain_predicted"
@@ -31,7 +31,7 @@ def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
     """A stack's measurement: taken here and small on a CPU, the latest recorded one elsewhere."""
     if arch == "cpu":
         made = stack.small(batch=max(batches), seed=seed)
-        lanes = [*CPU_PATHS, stack.DELETED]
+        lanes = [*_CPU_PATHS, stack.DELETED]
         return stack.measure(made, batches, lanes, rounds=60, budget_s=3.0, seed=seed)
     return next(iter(recorded(arch)), None)
 
@@ -88,9 +88,9 @@ def verdict(result: dict | None, rows: pd.DataFrame, arch: str) -> list[str]:
     for kind, what in stack.MICRO.items():
         judged = paths.loc[paths["lane"] != stack.BASE, f"off_{kind}"].dropna()
         if len(judged):
-            near = int((judged.abs() <= CLOSE).sum())
+            near = int((judged.abs() <= _CLOSE).sum())
             sentences.append(
-                f"Timed {what}: {near} of {len(judged)} savings predicted within {CLOSE:.0%}."
+                f"Timed {what}: {near} of {len(judged)} savings predicted within {_CLOSE:.0%}."
             )
     return sentences
 
@@ -154,4 +154,4 @@ def savings(rows: pd.DataFrame) -> dict[str, Interval]:
 
 def implied() -> amdahl.Saving:
     """What the story's two figures imply a layer and a token."""
-    return amdahl.saving(*map(amdahl.rounded, STORY), STORY_LAYERS)
+    return amdahl.saving(*map(amdahl.rounded, STORY), _STORY_LAYERS)

@@ -110,7 +110,7 @@ def blind(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame] | None:
     return calibrate.with_error(rows, seen), calibrate.with_error(rows, unseen)
 
 
-def blind_lines(name: str) -> list[dict]:
+def _blind_lines(name: str) -> list[dict]:
     """``blind`` as lines of the table, for a folder of ``data/recorded``."""
     folder = data_dir() / "recorded" / name / "heldout"
     found = []
@@ -120,7 +120,7 @@ def blind_lines(name: str) -> list[dict]:
     return found
 
 
-def published_lines(share_of_peak: float) -> list[dict]:
+def _published_lines(share_of_peak: float) -> list[dict]:
     """Lines for AMD: gfx950 from published figures, errors of both cards, one launch cost.
 
     ``share_of_peak``: of memory bandwidth, as a measured card reaches it; no published figure of a
@@ -175,12 +175,12 @@ def main() -> None:
     found = [
         x
         for name, rows in best.values()
-        for x in [*lines_of(rows, f"data/recorded/{name}"), *blind_lines(name)]
+        for x in [*lines_of(rows, f"data/recorded/{name}"), *_blind_lines(name)]
     ]
     reached = {x["device"]: float(x["value"]) for x in found if x["name"] == "gbps"}
     peaks = {p.product: p.hbm_gbps for p in archs.products() if p.hbm_gbps}
     shares = [gbps / peaks[device] for device, gbps in reached.items() if device in peaks]
-    print(write([*found, *published_lines(max(shares))]))
+    print(write([*found, *_published_lines(max(shares))]))
 
 
 if __name__ == "__main__":

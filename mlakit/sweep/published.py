@@ -11,7 +11,7 @@ from mlakit import archs
 from mlakit.datafiles import data_dir
 from mlakit.sweep.calibrate import fit, known, predict, with_error
 
-PUBLISHED_PRODUCTS = {"MI308": "MI308X", "MI350": "MI350X"}
+_PUBLISHED_PRODUCTS = {"MI308": "MI308X", "MI350": "MI350X"}
 """Hardware as ``data/published.csv`` names it, and as ``data/archs.csv`` does."""
 NO_MEMORY = {"gbps": 1e5}
 """The published sizes, 134 MB at most, fit the 256 MB cache behind the L2 and were timed again and
@@ -28,7 +28,7 @@ def published_cells() -> pd.DataFrame:
     All are single norms by profilers of others, cache state not stated; ``op`` names the kernel.
     """
     frame = pd.read_csv(data_dir() / "published.csv")
-    frame = frame[(frame["metric"] == "kernel_time") & frame["hardware"].isin(PUBLISHED_PRODUCTS)]
+    frame = frame[(frame["metric"] == "kernel_time") & frame["hardware"].isin(_PUBLISHED_PRODUCTS)]
     m, us = (pd.to_numeric(frame[c], errors="coerce") for c in ("m", "value"))
     width = frame["n_q"].fillna(frame["n_kv"])
     frame = frame.assign(m=m, p50_us=us, width=width).dropna(subset=["m", "p50_us", "width"])
@@ -50,7 +50,7 @@ def published_cells() -> pd.DataFrame:
 
 def card(hardware: str) -> archs.Arch:
     """The line of ``data/archs.csv`` for a card as ``data/published.csv`` names it."""
-    return next(p for p in archs.products() if p.product == PUBLISHED_PRODUCTS[hardware])
+    return next(p for p in archs.products() if p.product == _PUBLISHED_PRODUCTS[hardware])
 
 
 def units(hardware: str) -> int:

@@ -43,7 +43,7 @@ class Regret:
     """paths of the engine that mlakit does not have, and what was timed in their place"""
 
 
-def context_of(cell: dict) -> Context:
+def _context_of(cell: dict) -> Context:
     """The context in which a timing row's call was made."""
     arch, dtype, quant = cell["arch"], cell["dtype"], cell["quant"]
     sizes: dict = {c: int(cell[c]) for c in ("m", "q_lora_rank", "kv_lora_rank")}
@@ -54,7 +54,7 @@ def context_of(cell: dict) -> Context:
     )  # fmt: skip
 
 
-def cell_regrets(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
+def _cell_regrets(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
     """A row a cell: the policy's path, the best one, and the share lost outside the interval.
 
     The interval of a cell is that of its headline ratio; a loss inside it counts as none. Where
@@ -80,7 +80,7 @@ def cell_regrets(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
 
 def _path_of(policy: str, cell: dict) -> tuple[str, str]:
     try:
-        choice = policies.choose(context_of(cell), policy)
+        choice = policies.choose(_context_of(cell), policy)
     except RefusedError as error:
         return "", str(error)
     stand_in = OUTSIDE[choice.path].stand_in if choice.path in OUTSIDE else None
@@ -99,7 +99,7 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
     policies.get(policy)
     if candidates(frame).empty:
         raise MisuseError("no timing row to judge: sweep first, cold cache, split layout")
-    cells = cell_regrets(frame, policy)
+    cells = _cell_regrets(frame, policy)
     judged = cells[cells["regret"].notna()]
     if judged.empty:
         nan = float("nan")

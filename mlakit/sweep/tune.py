@@ -14,7 +14,7 @@ from mlakit.errors import MisuseError
 from mlakit.records import CONTROLS, with_figure
 from mlakit.sweep.parquet import replace_whole
 
-HYSTERESIS = 0.01
+_HYSTERESIS = 0.01
 """A path that is within this share of the fastest keeps its place: two paths that are level would
 otherwise alternate from one M to the next, by noise alone."""
 
@@ -42,7 +42,7 @@ def ladder_steps(part: pd.DataFrame) -> list[tuple[int, str]]:
         held = steps[-1][1] if steps else None
         if held is None:
             steps.append((1, fastest))
-        elif not row.get(held, math.inf) <= row[fastest] * (1 + HYSTERESIS):
+        elif not row.get(held, math.inf) <= row[fastest] * (1 + _HYSTERESIS):
             steps.append((math.ceil(math.sqrt(before * m)), fastest))
         before = m
     return steps

@@ -49,16 +49,16 @@ def slot_bytes(cell: Cell) -> int:
     """Memory of one slot, the rope part and the outputs included."""
     size = inputs.TORCH_DTYPES[cell.dtype].itemsize
     w, m = cell.widths, cell.m
-    row = w.row_stride if is_split(cell) else w.hidden
+    row = w.row_stride if _is_split(cell) else w.hidden
     return m * (row + w.hidden) * size + w.hidden * _weight_dtype(cell).itemsize
 
 
-def is_split(cell: Cell) -> bool:
+def _is_split(cell: Cell) -> bool:
     """Whether q and k are views of one buffer."""
     return cell.layout in ("split", "split_out")
 
 
-def rotates_outputs(cell: Cell) -> bool:
+def _rotates_outputs(cell: Cell) -> bool:
     """Whether outputs are given, and rotate too; ``cpu`` and ``eager`` take fresh ones from the
     allocator unless the layout says that the caller gives them."""
     return cell.clock in ("graph", "kernel") or cell.layout == "split_out"
@@ -66,7 +66,7 @@ def rotates_outputs(cell: Cell) -> bool:
 
 def slots_for(cell: Cell, cache_bytes: int) -> int:
     """Slots whose rotating bytes are twice the cache; one where the cell is timed hot."""
-    turning = bytes_moved(cell) if rotates_outputs(cell) else bytes_read(cell)
+    turning = bytes_moved(cell) if _rotates_outputs(cell) else bytes_read(cell)
     return 1 if cell.cache == "hot" else -(-2 * cache_bytes // turning)
 
 
@@ -81,13 +81,13 @@ class Ring:
         self.cell, self.device = cell, device
         self._cursor = 0
         w, m, dtype = cell.widths, cell.m, inputs.TORCH_DTYPES[cell.dtype]
-        split = is_split(cell)
+        split = _is_split(cell)
         sizes = [m * w.row_stride] if split else [m * w.q_lora_rank, m * w.kv_lora_rank]
         self._data = [_slab(count, n, dtype, device) for n in sizes]
         self._weights = [
             _slab(count, n, _weight_dtype(cell), device) for n in (w.q_lora_rank, w.kv_lora_rank)
         ]
-        widths = (w.q_lora_rank, w.kv_lora_rank) if rotates_outputs(cell) else ()
+        widths = (w.q_lora_rank, w.kv_lora_rank) if _rotates_outputs(cell) else ()
         self._out = [_slab(count, m * n, dtype, device) for n in widths]
         self.fill(cell.seed)
         self.slots = [self._slot(i) for i in range(count)]
@@ -100,7 +100,7 @@ class Ring:
             cell.widths,
             cell.dtype,
             weight_dtype=cell.norm_weight_dtype or None,
-            layout="split" if is_split(cell) else cell.layout,
+            layout="split" if _is_split(cell) else cell.layout,
             eps=cell.eps,
             seed=seed,
             device=self.device,

@@ -9,10 +9,10 @@ from mlakit.paths.registry import Path
 from mlakit.rounding import oracle, order, round_to
 from mlakit.timing.buffers import Ring, Slot
 
-MAX_ULP = {2: 2, 4: 16}
+_MAX_ULP = {2: 2, 4: 16}
 """By element size. The roundings that have names stay within 2 ulp of float64 in 16 bits; float32
 outputs also carry the error of their own sums and of an approximate rsqrt."""
-MAX_ROWS_ON_CPU = 4096
+_MAX_ROWS_ON_CPU = 4096
 """rows held against float64 on a CPU, evenly spaced, the last one included; all are on a GPU"""
 
 
@@ -49,8 +49,8 @@ def _wrong_slot(slot: Slot, out, path: Path) -> str | None:
         if not bool(got.isfinite().all()):
             return f"{name}: {int((~got.isfinite()).sum())} elements not finite (or not written)"
         worst = _max_ulp(x, weight, eps, got)
-        if worst > MAX_ULP[got.element_size()]:
-            return f"{name}: {worst} ulp from float64 (limit {MAX_ULP[got.element_size()]})"
+        if worst > _MAX_ULP[got.element_size()]:
+            return f"{name}: {worst} ulp from float64 (limit {_MAX_ULP[got.element_size()]})"
     return None
 
 
@@ -70,7 +70,7 @@ def _wrong_quantised(want: torch.Tensor, got, kind: str) -> str | None:
 
 def _max_ulp(x: torch.Tensor, weight: torch.Tensor, eps: float, got: torch.Tensor) -> int:
     worst, last = 0, x.shape[0] - 1
-    count = last + 1 if x.is_cuda else min(last + 1, MAX_ROWS_ON_CPU)
+    count = last + 1 if x.is_cuda else min(last + 1, _MAX_ROWS_ON_CPU)
     looked_at = torch.linspace(0, last, count, dtype=torch.float64, device=x.device).round().long()
     for rows in looked_at.split(4096):
         want = round_to(oracle(x[rows], weight, eps), got.dtype)

@@ -24,14 +24,14 @@ from mlakit.timing.buffers import Ring, Slot, bytes_moved, bytes_read, slots_for
 
 MAX_NODES = 1000
 """nodes in one graph: HIP graphs of tens of thousands crash (meta-pytorch/tritonbench#1034)"""
-WINDOW_US = 500.0
+_WINDOW_US = 500.0
 """what one sample lasts at least: a thousand times the timers' resolution"""
 MAX_INNER = 2000
-GUESSED = 20
+_GUESSED = 20
 """calls of the graph that a first guess at a path's time takes"""
 
 
-def plan_inner(estimate_us: float, window_us: float = WINDOW_US) -> int:
+def plan_inner(estimate_us: float, window_us: float = _WINDOW_US) -> int:
     """Calls per sample for a loop; a zero or NaN estimate counts as a tenth of a microsecond."""
     estimate = estimate_us if math.isfinite(estimate_us) and estimate_us > 0 else 0.1
     return max(1, min(MAX_INNER, math.ceil(window_us / estimate)))
@@ -48,7 +48,7 @@ class GraphPlan:
 
 def plan_graph(
     estimate_us: float,
-    window_us: float = WINDOW_US,
+    window_us: float = _WINDOW_US,
     *,
     slots_wanted: int = 1,
     launches: int = 1,
@@ -71,11 +71,11 @@ def graphs_hold(cell: Cell, lanes: int, cache_bytes: int, gbps: float) -> int:
     """Bytes of outputs that the graphs of ``lanes`` paths hold which make their own at each call.
 
     ``gbps``: the memory's peak, since no more calls fit a graph's window. A first guess at one
-    path's time is a graph of ``GUESSED`` calls beside them.
+    path's time is a graph of ``_GUESSED`` calls beside them.
     """
     least_us = bytes_moved(cell) / gbps / 1e3
     calls = plan_graph(least_us, slots_wanted=slots_for(cell, cache_bytes)).calls
-    return (lanes * calls + GUESSED) * (bytes_moved(cell) - bytes_read(cell))
+    return (lanes * calls + _GUESSED) * (bytes_moved(cell) - bytes_read(cell))
 
 
 class LoopLane:
@@ -241,7 +241,7 @@ def profile(run: Callable[[], object]) -> list[tuple[str, float, float]]:
 def estimate_us(call: Callable, ring: Ring, *, device: str, graph: bool) -> float:
     """A first guess at a call's time, after warming up: device time by graph, else wall time."""
     if graph:
-        slots = [ring.slots[i % len(ring.slots)] for i in range(GUESSED)]
+        slots = [ring.slots[i % len(ring.slots)] for i in range(_GUESSED)]
         replayed, _ = capture(call, slots)
         replayed.replay()
         return event_us(replayed.replay) / len(slots)

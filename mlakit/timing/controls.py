@@ -77,7 +77,7 @@ def floor_call(clock_name: str, device: str) -> Callable:
     return lambda *args, out=None: one.zero_()
 
 
-def copy_calls(device: str) -> Iterator[tuple[str, bool, Callable]]:
+def _copy_calls(device: str) -> Iterator[tuple[str, bool, Callable]]:
     """The candidates for the same-traffic copy: (configuration, launches overlap, call)."""
     yield "torch", False, copy_torch
     if device != "cpu" and _HAS_TRITON:
@@ -95,7 +95,7 @@ def best_copies(
     (configuration, call) of each; by cold device time, except where the host is on the clock. No
     ``copy_plain`` where no launch overlaps.
     """
-    candidates = list(copy_calls(device))
+    candidates = list(_copy_calls(device))
     if len(candidates) == 1:
         return {"copy_limit": ("torch", copy_torch)}
     slots = slots_for(ring.cell, cache_bytes)

@@ -22,9 +22,9 @@ from mlakit.paths import registry
 from mlakit.records import Cell
 from mlakit.timing import buffers, clock, guard
 
-LIMIT = 0.03
-"""agreement asked for from ``LARGE_M`` rows on"""
-LARGE_M = 4096
+_LIMIT = 0.03
+"""agreement asked for from ``_LARGE_M`` rows on"""
+_LARGE_M = 4096
 _ROUNDS = 30
 
 
@@ -74,7 +74,7 @@ def _row(cell: Cell, device: str) -> dict:
         "gap_us": float(span_us - busy_us),
         "graph_off": off[0],
         "kernel_off": off[1],
-        "agrees": max(map(abs, off)) <= LIMIT if cell.m >= LARGE_M else None,
+        "agrees": max(map(abs, off)) <= _LIMIT if cell.m >= _LARGE_M else None,
     }
 
 

@@ -11,13 +11,13 @@ from mlakit.errors import fault_status, one_line
 from mlakit.records import Cell
 from mlakit.timing import stats
 
-MARGIN = {"cpu": 4.0, "gpu": 1.3}
+_MARGIN = {"cpu": 4.0, "gpu": 1.3}
 """How far above the measured copy bandwidth a cold result may be before it is implausible. A GPU's
 datasheet is up to a fifth above its best copy. On a CPU outputs come from memory that was just
 freed, so they may stay cached, and a copy's writes cost a read as well: 3 times, and a margin."""
-LAUNCH_BOUND = 0.5
+_LAUNCH_BOUND = 0.5
 """share of a figure that its launches take at the floor's price, from which it is launch-bound"""
-DRIFT = 0.03
+_DRIFT = 0.03
 """change of the median within a run that is flagged"""
 
 
@@ -53,7 +53,7 @@ class Entry:
 
     def flag(self, samples_us: np.ndarray, floor_us: float, *, on_gpu: bool) -> None:
         """What makes a figure suspect, impossible, or no figure of its path."""
-        if abs(stats.drift(samples_us)) > DRIFT:
+        if abs(stats.drift(samples_us)) > _DRIFT:
             self.flags.append("drift")
         if stats.is_bimodal(samples_us):
             self.flags.append("bimodal")
@@ -62,7 +62,7 @@ class Entry:
             self.status, self.reason = "implausible", "not positive"
         if self.path is None:
             return
-        if floor_us * self.path.launches >= LAUNCH_BOUND * p50_us and on_gpu:
+        if floor_us * self.path.launches >= _LAUNCH_BOUND * p50_us and on_gpu:
             self.flags.append("launch-bound")
         if p50_us < floor_us:
             self.flags.append("below-floor")
@@ -79,7 +79,7 @@ class Entry:
         p50_us = float(np.median(samples_us))
         if p50_us <= 0:
             return
-        gbps, margin = moved / p50_us / 1e3, MARGIN["cpu" if cell.clock == "cpu" else "gpu"]
+        gbps, margin = moved / p50_us / 1e3, _MARGIN["cpu" if cell.clock == "cpu" else "gpu"]
         if cell.cache == "cold" and gbps > margin * copy_gbps:
             self.status = "implausible"
             self.reason = f"{gbps:.0f} GB/s, over {margin} times the copy's {copy_gbps:.0f} GB/s"

@@ -20,8 +20,8 @@ from mlakit.records import Cell, CellResult, check_row, measured_now
 from mlakit.timing import buffers, check, clock, controls, guard, sampler, sensors, stats
 from mlakit.timing.entry import Entry
 
-FOREIGN_CORES = 0.25
-FASTEST_GBPS = 8000.0
+_FOREIGN_CORES = 0.25
+_FASTEST_GBPS = 8000.0
 """taken for the memory of a card whose table has none: too many only asks for more memory"""
 LOCK_WAIT_S = 600.0
 
@@ -159,7 +159,7 @@ class _Measurement:
             return need, sensors.free_host_bytes()
         if self.cell.clock == "graph":
             own = sum(entry.call is not entry.path.call for entry in self._ready())
-            gbps = arch(self.cell.arch).hbm_gbps or FASTEST_GBPS
+            gbps = arch(self.cell.arch).hbm_gbps or _FASTEST_GBPS
             need += clock.graphs_hold(self.cell, own, self.cache, gbps)
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return need, torch.cuda.mem_get_info(self.device)[0] + kept
@@ -228,7 +228,7 @@ class _Measurement:
                 entry.fail(self.sampled.errors[entry.name])
             if foreign:
                 entry.flags.append(f"foreign-process:{foreign}")
-            if (self.conditions["cpu_load"] or 0) > FOREIGN_CORES:
+            if (self.conditions["cpu_load"] or 0) > _FOREIGN_CORES:
                 entry.flags.append("busy-host")
             if not self.sampled.converged:
                 entry.flags.append("budget-ended")

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlakit.timing import stats
 
-TARGET = 0.01
+_TARGET = 0.01
 """half-width of the 95 % interval of a ratio at which sampling stops"""
 MIN_ROUNDS, MAX_ROUNDS = 30, 3000
 
@@ -53,7 +53,7 @@ def _count_triton(**_: object) -> None:
     _triton_compilations += 1
 
 
-def watch_triton() -> None:
+def _watch_triton() -> None:
     """Count Triton's compilations from now on, unless something else listens already."""
     if "triton" not in sys.modules:
         return
@@ -62,7 +62,7 @@ def watch_triton() -> None:
         runtime.jit_post_compile_hook = _count_triton
 
 
-def compilations() -> int:
+def _compilations() -> int:
     """Graphs that dynamo, and kernels that Triton (if watched), compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
@@ -89,7 +89,7 @@ def sample(
     order = random.Random(seed)
     result = Sampled({name: [] for name in lanes}, recompiles=dict.fromkeys(lanes, 0))
     names, rounds, check_at = list(lanes), 0, min_rounds
-    watch_triton()
+    _watch_triton()
     was_collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -97,14 +97,14 @@ def sample(
     try:
         while names and rounds < max_rounds:
             order.shuffle(names)
-            before = compilations()
+            before = _compilations()
             for name in tuple(names):
                 try:
                     result.samples_us[name].append(lanes[name].take())
                 except Exception as error:
                     result.errors[name] = error
                     names.remove(name)
-                after = compilations()
+                after = _compilations()
                 result.recompiles[name] += after - before
                 before = after
             rounds += 1
@@ -128,9 +128,9 @@ def _known(result: Sampled, peers: Sequence[str], baselines: Sequence[str]) -> b
         return True
     if not others:
         only = stats.median_interval(np.array(result.samples_us[base]), resamples=300)
-        return only.half_width <= TARGET
+        return only.half_width <= _TARGET
     base_us = result.samples_us[base]
     return all(
-        stats.paired_ratio(base_us, result.samples_us[n], resamples=300).half_width <= TARGET
+        stats.paired_ratio(base_us, result.samples_us[n], resamples=300).half_width <= _TARGET
         for n in others
     )

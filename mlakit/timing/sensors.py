@@ -18,7 +18,7 @@ _CLOCKS, _TEMPERATURE_GPU = (1, 2), 0
 """``NVML_CLOCK_SM`` and ``_MEM``, ``NVML_TEMPERATURE_GPU`` (nvml.h)"""
 
 
-def cpuinfo() -> list[tuple[str, str]]:
+def _cpuinfo() -> list[tuple[str, str]]:
     """``/proc/cpuinfo`` as (name, value) pairs; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -29,7 +29,7 @@ def cpuinfo() -> list[tuple[str, str]]:
 
 def cpu_model() -> str:
     """The processor's name, or where it has none its architecture."""
-    return next((v for k, v in cpuinfo() if k == "model name"), platform.machine())
+    return next((v for k, v in _cpuinfo() if k == "model name"), platform.machine())
 
 
 def free_host_bytes() -> int:
@@ -97,7 +97,7 @@ def conditions(found: Device | None) -> dict[str, object]:
     state: dict[str, object] = {"clocks": NOT_READABLE, "throttle": NOT_READABLE}
     state |= {"temp_c": None, "power_w": None}
     if found is None:
-        mhz = [float(v) for k, v in cpuinfo() if k == "cpu MHz"]
+        mhz = [float(v) for k, v in _cpuinfo() if k == "cpu MHz"]
         return state | ({"clocks": f"{sum(mhz) / len(mhz):.0f} MHz"} if mhz else {})
     if found.vendor == "amd":
         return state | _amd_conditions(found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-PERCENTILES = (5, 20, 50, 80, 95)
+_PERCENTILES = (5, 20, 50, 80, 95)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Interval:
 def summary(samples_us: ArrayLike) -> dict[str, float]:
     """``p05_us`` to ``p95_us`` and ``mad_us`` (median absolute deviation, unscaled)."""
     x = np.asarray(samples_us, dtype=float)
-    figures = dict(zip(PERCENTILES, np.percentile(x, PERCENTILES), strict=True))
+    figures = dict(zip(_PERCENTILES, np.percentile(x, _PERCENTILES), strict=True))
     row = {f"p{p:02d}_us": float(v) for p, v in figures.items()}
     return row | {"mad_us": float(np.median(np.abs(x - figures[50])))}
 
