@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = {
-    "measured": "o",
-    "recorded": "s",
-    "published": "D",
-    "modelled": "^",
-    "compiled": "P",
+    "measured": "o", "recorded": "s", "published": "D", "modelled": "^", "compiled": "P",
     "emulated": "X",
-}
+}  # fmt: skip
 _LINES = ("-", "--", ":")
 _CONTROL_STYLE = {"color": "#777777", "linewidth": 1.0, "linestyle": ":"}
 _CONTROL_LABELS = {

@@ -9,15 +9,9 @@ from mlakit.context import DTYPES
 from mlakit.errors import MisuseError, one_of
 
 NOTEBOOK_PARAMETERS: dict[str, type] = {
-    "arch": str,
-    "model": str,
-    "batches": list[int],
-    "dtype": str,
-    "policy": str,
-    "families": list[str],
-    "run_dir": str,
-    "seed": int,
-}
+    "arch": str, "model": str, "batches": list[int], "dtype": str, "policy": str,
+    "families": list[str], "run_dir": str, "seed": int,
+}  # fmt: skip
 """Every parameter a notebook of mlakit may have. ``run_dir`` empty: measure in the notebook."""
 
 

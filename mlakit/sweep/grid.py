@@ -35,19 +35,10 @@ PRESETS: dict[str, dict] = {
 """Values of ``expand`` by preset; what a call gives by name wins over its preset."""
 
 DEFAULTS: dict = {
-    "archs": ("cpu",),
-    "models": (),
-    "hidden": (),
-    "batches": (1, 64, 1024),
-    "dtypes": ("bf16",),
-    "quants": ("none",),
-    "layouts": ("split",),
-    "clocks": (),
-    "caches": ("cold",),
-    "paths": (),
-    "budget_s": 2.0,
-    "seed": 0,
-}
+    "archs": ("cpu",), "models": (), "hidden": (), "batches": (1, 64, 1024), "dtypes": ("bf16",),
+    "quants": ("none",), "layouts": ("split",), "clocks": (), "caches": ("cold",), "paths": (),
+    "budget_s": 2.0, "seed": 0,
+}  # fmt: skip
 
 
 def whole(value: object) -> int:
