@@ -61,9 +61,16 @@ def tampered(file, change) -> None:
 
 
 def test_rows_recorded_on_an_h200_pass_and_a_tampered_file_of_them_does_not(tmp_path):
-    """The committed run of DeepSeek-V3's widths, with its A/A cells, as a contribution."""
-    kept = sorted((data_dir() / "recorded" / "h200").glob("*qk-norm-dsv3-bf16.parquet"))[-1]
-    rows = store.read_rows(kept)
+    """DeepSeek-V3's cells of the committed run as a contribution, skipped paths and all.
+
+    Its A/A control is the same card's part of the run before it, over two cards.
+    """
+    kept = data_dir() / "recorded" / "h200"
+    again = store.read_rows(kept / "two-cards" / "two-cards.parquet")
+    again["cell_id"] = again.cell_id.str[::-1]
+    rows = pd.concat([store.read_rows(sorted(kept.glob("*qk-norm.parquet"))[-1]), again])
+    rows = rows[(rows.q_lora_rank == 1536) & (rows.dtype == "bf16")]
+    rows = rows[rows.device_id == rows.device_id.iloc[0]]
     run_dir = store.new_run_dir(tmp_path)
     run = store.create_run(run_dir, cells(), measure=["timing"])
     run.save(status="ok", environment={"devices": {"cuda:0": H200}}, other_environments=[])

@@ -199,8 +199,8 @@ def test_pairs_and_paths_that_no_fit_saw_are_met_as_the_page_says(h200):
     found = calibrate.score(calibrate.held_out(h200[1])).set_index("path_ran")
     assert found.loc["all", "median_pct"] <= 10
     assert found.loc["all", "p90_pct"] <= 25
-    # Where the only pair with a kind of kernel is the one left out, nothing tells of that kind.
-    often = found[found["cells"] > 100]
+    # torch_native's sixteen kernels are no other path's: with it left out, they are guesses.
+    often = found[(found["cells"] > 100) & (found.index != "torch_native")]
     assert (often["median_pct"] <= 10).all()
 
 
