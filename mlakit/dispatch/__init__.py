@@ -1,0 +1,1 @@
+"""Which path a call gets, and why: policies, what is here, the doctor, the call itself."""

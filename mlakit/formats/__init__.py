@@ -1,0 +1,1 @@
+"""FP8 and MXFP4 in torch operators: what kernels that quantise are held against."""

@@ -1,0 +1,1 @@
+"""The step inside models: transformers, engines' entries, an MLA layer, a decode stack."""

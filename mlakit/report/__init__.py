@@ -1,0 +1,1 @@
+"""Verdicts between runs, and what is handed on: reports, history, contributions."""

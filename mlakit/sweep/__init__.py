@@ -1,0 +1,1 @@
+"""Many cells: the grid, warm workers, Parquet parts, and what is built from rows."""

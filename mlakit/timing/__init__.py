@@ -1,0 +1,1 @@
+"""One cell, timed: buffers, clocks, sampling, statistics, controls, the device's lock."""
