@@ -8,16 +8,20 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What every mlakit command returns to the shell."""
+    """What every mlakit command returns to the shell: the gravest thing that happened."""
 
     OK = 0
     REGRESSION = 1
+    """slower or wrong against a baseline, or a line of an audit that fails"""
     MISUSE = 2
+    """what was asked for cannot be, here or at all"""
     FAILED = 3
     INCOMPLETE = 4
+    """interrupted, a cell without rows, or another process holds the run or the device"""
     TIMED_OUT = 5
     KILLED = 6
     NO_KERNEL = 7
+    """nothing that was asked for could run here"""
 
 
 class MisuseError(ValueError):
@@ -29,7 +33,7 @@ class MisuseError(ValueError):
 
 
 class RefusedError(RuntimeError):
-    """A path was asked for by name and cannot run here; the message says why."""
+    """A path that may not be replaced (named, or ``strict``) cannot run here; the message says why."""
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
@@ -44,7 +48,7 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
 
 
 def one_of(kind: str, known: Iterable, *given: object) -> None:
-    """Refuse what is not among ``known``.
+    """Refuse each of ``given`` that is not among ``known``; ``kind`` is what they are called.
 
     Raises:
         MisuseError: with the nearest match.
@@ -55,7 +59,7 @@ def one_of(kind: str, known: Iterable, *given: object) -> None:
 
 
 class LockedError(RuntimeError):
-    """Another process holds a device or a run; the message names it."""
+    """Another process holds a device or a run; the message names it. Commands end with code 4."""
 
 
 def fault_status(error: BaseException) -> str:

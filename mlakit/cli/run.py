@@ -123,7 +123,7 @@ def report(
 @app.command(epilog="Example: mlakit runs --prune 20")
 def runs(
     root: Annotated[str, typer.Argument(help="The folder of runs.")] = "runs",
-    show: Annotated[str, typer.Option(help="Show this run: its record and its rows.")] = "",
+    show: Annotated[str, typer.Option(help="A run's name: its record, its rows.")] = "",
     prune: Annotated[int | None, typer.Option(help="Delete all but the newest N.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -179,8 +179,8 @@ def ingest(
 @app.command(epilog="Example: mlakit history runs --pin 20261130-085424-161306")
 def history(
     root: Annotated[str, typer.Argument(help="The folder of runs and reports.")] = "runs",
-    baseline: Annotated[str, typer.Option(help="Against this run, this time.")] = "",
-    pin: Annotated[str, typer.Option(help="Make this run the baseline from now on.")] = "",
+    baseline: Annotated[str, typer.Option(help="Against the run of this name, once.")] = "",
+    pin: Annotated[str, typer.Option(help="A run's name: the baseline from now.")] = "",
 ) -> None:
     """One page of every run against a pinned baseline: trend, gaps, regressions."""
     from mlakit.report import history as pages

@@ -23,6 +23,7 @@ class Sglang:
     block_gate: only block-scaled FP8 goes to the group-quantising kernel.
     split_copies: RMSNorm's AITER form copies a strided view first.
     a8w4: AITER_FORCE_A8W4 replaces the fused BF16 kernel.
+    as_told: the split is named as a pull request's text has it, not as such a build runs it.
     """
 
     bf16: str
@@ -32,7 +33,6 @@ class Sglang:
     split_copies: bool
     a8w4: bool
     as_told: bool = False
-    """name the split as the pull request's text does (sequential PyTorch), not as it ran"""
 
 
 SGLANG_0_5_10_POST1 = Sglang("never", (), False, False, False, False)

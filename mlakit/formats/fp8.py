@@ -128,7 +128,11 @@ def empty_scale(
 
 
 def by_row(scale: torch.Tensor, layout: str) -> torch.Tensor:
-    """``scale`` of ``layout`` as a view whose ``[row, group]`` is that group's scale."""
+    """``scale`` of ``layout`` as a view whose ``[row, group]`` is that group's scale.
+
+    Raises:
+        MisuseError: unknown layout.
+    """
     if layout not in SCALE_LAYOUTS:
         raise unknown("scale layout", layout, SCALE_LAYOUTS)
     m, groups = scale.shape

@@ -25,6 +25,8 @@ def peer(
         install: what pip calls that.
         limits: of a context: why the norm cannot run there, in one line, or None.
         rounding: a name of ``mlakit.rounding.ROUNDINGS``.
+
+    Its call raises ``RefusedError`` where the package is not installed.
     """
     absent = f"{package} is not installed: pip install {install}"
 

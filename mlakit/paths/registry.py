@@ -73,7 +73,15 @@ class Path:
 
 
 def quantising(name: str, text: str, call: Callable, supports: Callable, **more) -> Path:
-    """The path ``<kind>_<quant>``, of functions that take a quant: ``call`` first, else by name."""
+    """A path that delivers q quantised, of functions that serve several quants.
+
+    Args:
+        name: ``<kind>_<quant>``: what stands behind the first ``_`` is the quant.
+        text: one line for a person.
+        call: as ``Path.call``, with the quant before its arguments.
+        supports: as ``Path.supports``, with a keyword ``quant``.
+        **more: other fields of ``Path``.
+    """
     quant = name.partition("_")[2]
     given = partial(call, quant), partial(supports, quant=quant)
     return Path(name, text, *given, "round_once", output=quant, **more)

@@ -89,7 +89,11 @@ def pack(run_dir: str | Path, file: str | Path) -> Path:
 
 
 def file_name(run_dir: str | Path) -> str:
-    """``<device>-<date>.parquet`` for a run: the card's name, the day it was started."""
+    """``<device>-<date>.parquet`` for a run: the card's name, the day it was started.
+
+    Raises:
+        MisuseError: the run has no row with a figure.
+    """
     frame = store.read_rows(run_dir)
     device = frame.loc[frame["status"] == "ok", "device"]
     if device.empty:

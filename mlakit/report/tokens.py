@@ -37,7 +37,11 @@ def stack_result(arch: str, batches: list[int], seed: int) -> dict | None:
 
 
 def recorded(arch: str = "") -> list[dict]:
-    """Committed stack measurements (on ``arch``): with float weights first, then the latest."""
+    """Committed stack measurements (on ``arch``): with float weights first, then the latest.
+
+    Raises:
+        MisuseError: a file that holds none.
+    """
     files = sorted((data_dir() / "recorded").glob("*/*stack*.json"))
     found = [read_json(f) for f in files]
     for file, held in zip(files, found, strict=True):

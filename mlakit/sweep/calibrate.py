@@ -69,7 +69,11 @@ def units_of(frame: pd.DataFrame) -> int:
 
 
 def known(value, what: str):
-    """``value``, which ``data/archs.csv`` must have."""
+    """``value``, unless ``data/archs.csv`` leaves it empty; ``what`` it is, for the message.
+
+    Raises:
+        MisuseError: it is None.
+    """
     if value is None:
         raise MisuseError(f"data/archs.csv has no {what}: add it, with its source")
     return value

@@ -68,7 +68,11 @@ def _digest(table) -> bytes:
 
 
 def migrate(table, kind: str, name: str):
-    """An older part in today's columns: a column it did not know is null, its others are kept."""
+    """An older part in today's columns: a column it did not know is null, its others are kept.
+
+    Raises:
+        MisuseError: ``name``, the part, was written by a newer mlakit.
+    """
     import pyarrow as pa
 
     written = int((table.schema.metadata or {}).get(_VERSION_KEY, SCHEMA_VERSION))

@@ -54,7 +54,7 @@ def card(hardware: str) -> archs.Arch:
 
 
 def units(hardware: str) -> int:
-    """Its compute units."""
+    """Compute units of a card as ``data/published.csv`` names it."""
     return known(card(hardware).compute_units, f"compute units of {hardware}")
 
 
