@@ -33,7 +33,7 @@ class MisuseError(ValueError):
 
 
 class RefusedError(RuntimeError):
-    """A path that may not be replaced (named, or ``strict``) cannot run here; the message says why."""
+    """A path that may not be replaced (named, or ``strict``) cannot run here; the text says why."""
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
