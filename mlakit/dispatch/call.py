@@ -136,26 +136,27 @@ def qk_rmsnorm(
         )
         if not known:
             plain = checks.plain(q, q_weight, k, k_weight)
-            key = (checks.facts(q, q_weight, k, k_weight), plain, *asked)
+            wanted = not plain and checks.derivative_wanted(q, q_weight, k, k_weight)
+            key = (checks.facts(q, q_weight, k, k_weight), plain, wanted, *asked)
             kind = _kinds.get(key)
             if kind is not None and plain:
                 kind.expect(q, q_weight, k, k_weight)
-    except (AttributeError, IndexError, TypeError) as error:
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
         if any(isinstance(n, torch.SymInt) for n in getattr(q, "shape", ())):
             raise MisuseError(
                 f"q has the symbolic shape {tuple(q.shape)}, and a path is chosen by numbers: "
                 "trace with torch.compile, or trace torch_native's own call"
             ) from error
-        raise MisuseError(f"q, k and their weights must be tensors: {one_line(error)}") from error
+        checks.check(q, q_weight, q_eps, k, k_weight, k_eps)
+        raise MisuseError(f"a call cannot be told by these arguments: {one_line(error)}") from error
     if kind is None:
         kind = _decide(
             key, (q, q_weight, q_eps, k, k_weight, k_eps), out, path, policy, quant, strict
         )
+    again = kind.again if known and out is None else None  # once: other threads set it
     while True:
         try:
-            result = None
-            if known and out is None and kind.again is not None:
-                result = kind.again(q, q_weight, q_eps, k, k_weight, k_eps)
+            result = again(q, q_weight, q_eps, k, k_weight, k_eps) if again else None
             if result is None:
                 result = kind.call(q, q_weight, q_eps, k, k_weight, k_eps, out=out)
             break
@@ -163,7 +164,7 @@ def qk_rmsnorm(
             # what is the caller's fault demotes no path for the calls to come
             plain = registry.get(kind.ran.path).output == "none"
             checks.check(q, q_weight, q_eps, k, k_weight, k_eps, out if plain else None)
-            kind = _after_failure(kind, error)
+            kind, again = _after_failure(kind, error), None
     kind.calls += 1
     _last = kind
     return result
@@ -171,7 +172,8 @@ def qk_rmsnorm(
 
 def last_call() -> Ran | None:
     """What the latest call of this process ran, and why; None before the first."""
-    return _last.ran if _last else None
+    kind = _last
+    return kind.ran if kind else None
 
 
 def counts() -> dict[Ran, int]:
@@ -185,6 +187,7 @@ def counts() -> dict[Ran, int]:
 def reset() -> None:
     """Forget every choice, count and warning, and probe anew: after an install or a new switch."""
     global _last
+    _retire(*_kinds.values())
     _kinds.clear()
     _past.clear()
     _warned.clear()
@@ -276,13 +279,20 @@ def _unable(context: Context, name: str) -> str | None:
 
 def _remember(key, kind: _Kind) -> _Kind:
     if len(_kinds) >= _MOST_KINDS:
-        for old in list(_kinds.values()):
-            _past[old.ran] += old.calls
-            old.asked = None  # the latest would be found without a look-up, and not be counted
+        _retire(*_kinds.values())
         _kinds.clear()
+    elif key in _kinds:
+        _retire(_kinds[key])
+    kind.key, kind.asked = key, key[3:]
     _kinds[key] = kind
-    kind.key, kind.asked = key, key[2:]
     return kind
+
+
+def _retire(*kinds: _Kind) -> None:
+    """Keep what they counted; the latest of a thread is not found any more without a look-up."""
+    for kind in kinds:
+        _past[kind.ran] += kind.calls
+        kind.calls, kind.asked = 0, None
 
 
 def _context(arch, quant, path, q, q_weight, q_eps, k, k_weight, k_eps) -> Context:
@@ -327,7 +337,7 @@ def _after_failure(kind: _Kind, error: Exception) -> _Kind:
         raise error
     why = f"it failed: {one_line(error)}"
     following = _next(kind.context, kind.tried, why, kind.ran.policy, kind.strict, failed=kind.ran)
-    _past[kind.ran] += kind.calls
+    _retire(kind)
     return _remember(kind.key, following)
 
 

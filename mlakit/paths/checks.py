@@ -13,6 +13,7 @@ from mlakit.context import Context
 from mlakit.errors import MisuseError
 
 _transform = torch._C._functorch.peek_interpreter_stack
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _GUARDS = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -108,9 +109,25 @@ def plain(q, q_weight, k, k_weight) -> bool:
     return (
         type(q) is torch.Tensor
         and type(k) is torch.Tensor
+        and type(q_weight).__torch_dispatch__ is _NO_DISPATCH
+        and type(k_weight).__torch_dispatch__ is _NO_DISPATCH
         and not torch._C._len_torch_dispatch_stack()
         and not derivative_wanted(q, q_weight, k, k_weight)
     )
+
+
+def need_memory(*tensors) -> None:
+    """Refuse what stands for a tensor (fake, sharded): it starts at 0, where a read ends a process.
+
+    Raises:
+        MisuseError: one of them is of a class that torch's operators dispatch on.
+    """
+    for x in tensors:
+        if type(x).__torch_dispatch__ is not _NO_DISPATCH:
+            raise MisuseError(
+                f"a {type(x).__name__} has no memory that a kernel could compute on, "
+                "and this path cannot be traced: use torch_native"
+            )
 
 
 def derivative_wanted(q, q_weight, k, k_weight) -> bool:
@@ -143,6 +160,7 @@ def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
             wanted of a kernel that has no backward.
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
+    need_memory(q, q_weight, k, k_weight, *(out or ()))
     if derivative_wanted(q, q_weight, k, k_weight):
         raise MisuseError(
             "a gradient is wanted but this path has no backward: "
@@ -221,8 +239,8 @@ def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
                     f"{what} is on {tensor.device} and q on {q.device}: give all on one device"
                 )
         try:
-            fits = eps >= 0
-        except TypeError:
+            fits = bool(eps >= 0)
+        except (TypeError, ValueError, RuntimeError):  # of many numbers, none that holds for all
             fits = False
         if not fits:
             raise MisuseError(

@@ -17,7 +17,7 @@ import torch
 
 from mlakit.context import Context
 from mlakit.errors import MisuseError
-from mlakit.paths.checks import kernel_limits, prepare
+from mlakit.paths.checks import kernel_limits, need_memory, prepare
 from mlakit.paths.registry import Path
 
 _ELEMENTS_PER_THREAD = 1 << 18
@@ -251,8 +251,6 @@ def _kernel(dtype: torch.dtype, weight_dtype: torch.dtype) -> tuple:
     return run, compiled.address, compiled
 
 
-_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
-"""a fake tensor's address reads as 0: a kernel that took it would end the process"""
 _TRACER = torch._C._TorchDispatchModeKey.PROXY
 """``make_fx`` sees torch's operators alone"""
 
@@ -269,11 +267,7 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
             f"cpu_fused got q on {q.device}, weights {q_weight.dtype} and {k_weight.dtype}: "
             "it wants the CPU and both weights of one dtype; use torch_native"
         )
-    if type(k_rows) not in _WITH_MEMORY or type(k_out) not in _WITH_MEMORY:
-        raise MisuseError(
-            f"cpu_fused got a {type(k_out).__name__}, which has no memory to compute on: "
-            "it cannot be traced; use torch_native"
-        )
+    need_memory(k_out)  # made under a mode of fake tensors
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_TRACER) is not None:
         raise MisuseError("cpu_fused cannot be traced, its graph would be empty; use torch_native")
     m, q_width = q_rows.shape

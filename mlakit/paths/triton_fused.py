@@ -69,8 +69,9 @@ def call(
     """
     usual = out is None and config is None and batch_invariant
     if not torch.compiler.is_compiling():
-        if usual and _latest is not None:
-            same, ready = _latest
+        latest = _latest
+        if usual and latest is not None:
+            same, ready = latest
             if same(q, q_weight, k, k_weight) and checks.unwatched():
                 done = _launch(ready, q, q_weight, q_eps, k, k_weight, k_eps)
                 if done is not None:
@@ -108,9 +109,10 @@ def run(q, q_weight, q_eps, k, k_weight, k_eps, out=None, config=None, batch_inv
 
 def again(q, q_weight, k, k_weight) -> Callable | None:
     """See ``registry.Path.again``."""
-    if _latest is None or not _latest[0](q, q_weight, k, k_weight):
+    latest = _latest  # once: other threads set it
+    if latest is None or not latest[0](q, q_weight, k, k_weight):
         return None
-    return partial(_launch, _latest[1])
+    return partial(_launch, latest[1])
 
 
 def _launch(ready, q, q_weight, q_eps, k, k_weight, k_eps, aligned=True):

@@ -306,6 +306,7 @@ def _launch(
     scale = out.scale if shuffled else quantised.plain_scale(quant, out, options)
     unquantised = out.unquantised if options.unquantised and normalise else q
     tensors = (q, q_weight, out.values, out.scale, unquantised, k, k_weight, k_out)
+    checks.need_memory(*tensors)
     numbers = (q.stride(0), k.stride(0), *scale.stride(), m, out.scale.shape[0])
     encoding = fp8.BY_DTYPE.get(out.values.dtype)
     if arch == "cpu":

@@ -131,6 +131,19 @@ def test_what_must_see_an_operator_sees_it(fused, started):
     assert not started
 
 
+def test_what_another_thread_does_meanwhile_is_not_launched(fused, monkeypatch):
+    kind, ready = triton_fused._latest
+    others = SimpleNamespace(device=0), "another thread's"
+
+    def same(*tensors):
+        monkeypatch.setattr(triton_fused, "_latest", (lambda *given: False, others))
+        return kind(*tensors)
+
+    monkeypatch.setattr(triton_fused, "_latest", (same, ready))
+    q, q_weight, _, k, k_weight, _ = fused
+    assert triton_fused.again(q, q_weight, k, k_weight).args == (ready,)
+
+
 def test_without_torchs_guards_the_facts_decide(monkeypatch):
     monkeypatch.setattr(checks, "_GUARDS", None)
     x = inputs.make(M, W)
