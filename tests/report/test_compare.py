@@ -209,11 +209,14 @@ def recorded_experiment(file, cells, changed):
         resampled(source, "A", changed, 3, clocks=DEVICE_CLOCKS),
         resampled(source, "B", changed, 4, factor=1.05, clocks=DEVICE_CLOCKS),
     )
-    return false, slower.counts["slower"], len(slower.changes)
+    beside = source.rows["flags"].fillna("").str.contains("foreign-process")
+    assert beside.all() or not beside.any(), "judge such rows apart from the others"
+    # rows timed beside another process bear no verdict
+    return false, slower.counts["slower"], 0 if beside.all() else len(slower.changes)
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda f: f.stem)
 def test_recorded_samples_resampled_give_no_false_verdict(file):
     false, found, rows = recorded_experiment(file, 60, 20)
     assert false == 0
-    assert found >= 0.99 * rows
+    assert 0.99 * rows <= found <= rows
