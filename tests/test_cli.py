@@ -142,6 +142,7 @@ def names(folder) -> set[str]:
         ("significance --a 2.5 --b 0.9 --n 100", "2.5"),
         ("significance --a 0.9 --b 0.8", "n"),
         ("sweep --dask tcp://127.0.0.1:9", "no dask scheduler"),
+        ("tune nowhere --traffic busy", "unknown traffic profile"),
         ("drift --emulate", "--arch gfx942"),
         ("drift --emulate --arch sm_90", "AMD"),
         ("nosuch", "No such command"),

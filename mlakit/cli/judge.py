@@ -192,6 +192,7 @@ def tune(
     from mlakit.sweep import tune as tuning
     from mlakit.sweep.store import read_rows
 
+    one_of("traffic profile", regret.TRAFFIC, traffic)
     rows = pd.concat([read_rows(r) for r in run], ignore_index=True)
     lines = tuning.build(rows, source or ", ".join(Path(r).stem for r in run))
     held_out = pd.concat([read_rows(j) for j in judge], ignore_index=True) if judge else rows

@@ -124,7 +124,7 @@ def load_target(text: str) -> Callable:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # of anyone's module, while it is imported
         raise MisuseError(
             f"can't load {text!r} ({one_line(error)}); give module:function, importable from here"
         ) from error

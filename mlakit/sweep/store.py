@@ -324,6 +324,8 @@ def list_runs(root: str | Path = "runs"):
 
     rows: list[dict] = []
     for _, run in runs_below(root):
+        if not (run / "run.json").exists():
+            continue  # a report that has no run of its own
         try:
             record = show_run(run)
         except MisuseError:

@@ -166,7 +166,8 @@ def test_all_generations_of_aiter_are_taken():
 
 
 def test_targets_that_cannot_be_loaded():
-    for text in ("no_such_path", "mlakit.nothing:fn", "mlakit.errors:nothing", "math:pi"):
+    texts = "no_such_path mlakit.nothing:fn mlakit.errors:nothing math:pi .x:fn ../x:fn :fn"
+    for text in texts.split():
         with pytest.raises(MisuseError) as error:
             load_target(text)
         assert "\n" not in str(error.value)

@@ -120,6 +120,8 @@ def test_runs_are_listed_and_pruned_but_never_one_in_use(tmp_path):
         run.close()
     (tmp_path / "run-d").mkdir()
     (tmp_path / "run-d/run.json").write_text("{")
+    (tmp_path / "report-without-a-run").mkdir()
+    (tmp_path / "report-without-a-run/summary.json").write_text("{}")
     listed = store.list_runs(tmp_path).set_index("run_id").status
     assert listed.to_dict() == {
         "run-a": "running",
@@ -129,7 +131,7 @@ def test_runs_are_listed_and_pruned_but_never_one_in_use(tmp_path):
     }
     with pytest.raises(LockedError, match="in use by process"):
         store.open_run(tmp_path / "run-a")
-    assert store.prune(tmp_path, keep=1) == ["run-b", "run-c"]
+    assert store.prune(tmp_path, keep=1) == ["report-without-a-run", "run-b", "run-c"]
     assert store.list_runs(tmp_path).run_id.tolist() == ["run-a", "run-d"]
     open_runs[0].close()
     with pytest.raises(MisuseError, match="0 or more"):
