@@ -54,7 +54,8 @@ class Waves:
     bool; ``scratch``: (W, L, bytes) uint8; ``group``: (W,) workgroup of each wave; ``rank``: (W,)
     wave number in its workgroup.
     ``s_set`` and ``v_set`` say which registers were ever written, by wave. ``memory`` and ``lds``
-    are shared by all waves of a launch.
+    are shared by all waves of a launch. What reads a register that was never written, or an
+    operand that it cannot read, raises ``EmulationError``.
     """
 
     def __init__(self, group, rank, lanes: int, vgprs: int, gfx: int, memory, lds, scratch=0):
