@@ -30,7 +30,7 @@ Progress = Callable[[int, int, Cell, str], None]
 """Called with (jobs done, jobs in all, the cell, its statuses in words) after each job."""
 
 
-Hands = Callable[
+RunJobs = Callable[
     [Path, list[Job], Callable[[dict, int], None], Mapping[str, str], float],
     Iterator[tuple[Cell, dict]],
 ]
@@ -217,7 +217,7 @@ def run_sweep(
     spec: dict | None = None,
     functions: dict[str, str] | None = None,
     worker: Worker | None = None,
-    hands: Hands | None = None,
+    run_jobs: RunJobs | None = None,
 ) -> SweepSummary:
     """Measure every cell that the run at ``out_dir`` lacks. One device is at work at a time.
 
@@ -234,7 +234,7 @@ def run_sweep(
         spec: what the sweep was asked for, kept in ``run.json``.
         functions: what measures, by kind, as ``module:function``; ``worker.FUNCTIONS`` if absent.
         worker: a started worker to use first; it is stopped at the end.
-        hands: what measures instead of this machine's devices (``mlakit.sweep.spread``).
+        run_jobs: what measures instead of this machine's devices (``mlakit.sweep.spread``).
 
     Raises:
         MisuseError: the folder, the run in it or its environment does not allow this.
@@ -255,7 +255,7 @@ def run_sweep(
 
             if missing:
                 order = missing, settle, FUNCTIONS | (functions or {}), limit_s
-                for cell, reply in (hands or _here(device))(run_dir, *order):
+                for cell, reply in (run_jobs or _jobs_here(device))(run_dir, *order):
                     _count_in(summary, progress, cell, reply)
             return _finish(run, summary, begun)
     finally:
@@ -275,13 +275,13 @@ def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary
     return summary
 
 
-def _here(device: WarmDevice) -> Hands:
+def _jobs_here(device: WarmDevice) -> RunJobs:
     """Each job on the first device of its arch on this machine.
 
     An absent card's time is never stated; its arithmetic may be emulated on the CPU.
     """
 
-    def hands(run_dir, jobs, settle, functions, limit_s):
+    def run_jobs(run_dir, jobs, settle, functions, limit_s):
         env = device.environment
         settle(env, 1)
         for kind, cell in jobs:
@@ -297,7 +297,7 @@ def _here(device: WarmDevice) -> Hands:
             device.name = name
             yield cell, device.measure(run_dir, kind, cell, env, functions[kind], limit_s)
 
-    return hands
+    return run_jobs
 
 
 def _count_in(summary: SweepSummary, progress: Progress | None, cell: Cell, reply: dict) -> None:

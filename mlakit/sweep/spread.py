@@ -20,7 +20,7 @@ from mlakit.archs import vendor_of
 from mlakit.errors import MisuseError
 from mlakit.records import Cell
 from mlakit.sweep import store, worker
-from mlakit.sweep.run import Hands, SweepSummary, longest_first, run_sweep
+from mlakit.sweep.run import RunJobs, SweepSummary, longest_first, run_sweep
 from mlakit.sweep.worker import Worker, devices_of
 
 
@@ -88,13 +88,13 @@ def over_dask(
         except (OSError, ValueError) as error:
             raise MisuseError(f"no dask scheduler at {scheduler}: {error}") from None
         stack.enter_context(client)
-        return run_sweep(cells, Path(out_dir).absolute(), hands=_hands(client), **options)
+        return run_sweep(cells, Path(out_dir).absolute(), run_jobs=_jobs_on(client), **options)
 
 
-def _hands(client) -> Hands:
+def _jobs_on(client) -> RunJobs:
     """Each job on a worker that offers its arch, the long ones first."""
 
-    def hands(run_dir, jobs, settle, functions, limit_s):
+    def run_jobs(run_dir, jobs, settle, functions, limit_s):
         env = _cluster_environment(client)
         settle(env, len(client.scheduler_info(n_workers=-1)["workers"]))
         queues: dict[str, deque] = {}
@@ -120,7 +120,7 @@ def _hands(client) -> Hands:
             yield cell, reply
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
 
-    return hands
+    return run_jobs
 
 
 def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterator[tuple]:
