@@ -281,7 +281,7 @@ def table(
 
 
 @dataclass(frozen=True)
-class Choice:
+class ConfigChoice:
     """A config and why: the rule's figures for it. No speed is claimed."""
 
     config: Config
@@ -310,8 +310,8 @@ def idle_share(config: Config, arch: str, widths: Widths, dtype: str = "bf16") -
     return 1 - widths.hidden / slots
 
 
-def choose_config(arch: str, widths: Widths, m: int = 64, dtype: str = "bf16") -> Choice:
-    """The AMD config that the rule of ``Choice`` takes for an arch and a width pair.
+def choose_config(arch: str, widths: Widths, m: int = 64, dtype: str = "bf16") -> ConfigChoice:
+    """The AMD config that the rule of ``ConfigChoice`` takes for an arch and a width pair.
 
     Raises:
         MisuseError: not an AMD arch, or no valid config without spills.
@@ -336,7 +336,7 @@ def choose_config(arch: str, widths: Widths, m: int = 64, dtype: str = "bf16") -
         found, idle = resources(compiled), idle_share(config, arch, widths, dtype)
         order = (-found.wide_share, idle, -found.waves_per_simd, found.instructions)
         if not found.spills:
-            ranked.append((order, len(ranked), Choice(config, found, idle, len(configs))))
+            ranked.append((order, len(ranked), ConfigChoice(config, found, idle, len(configs))))
     if not ranked:
         raise MisuseError(f"{arch} {widths}: every valid config spills registers")
     return min(ranked)[2]

@@ -65,10 +65,10 @@ def units_of(frame: pd.DataFrame) -> int:
     if arch == "cpu":
         threads = re.search(r"torch threads (\d+)", " ".join(frame["note"].dropna()))
         return int(threads.group(1)) if threads else 1
-    return known(product_of(arch, devices[0]).compute_units, f"compute units of {devices[0]}")
+    return required(product_of(arch, devices[0]).compute_units, f"compute units of {devices[0]}")
 
 
-def known(value, what: str):
+def required(value, what: str):
     """``value``, unless ``data/archs.csv`` leaves it empty; ``what`` it is, for the message.
 
     Raises:
@@ -150,7 +150,7 @@ def fit(
     most = np.full(len(names), np.inf)
     if "gbps" in names and not cpu:
         product = product_of(archs.base_name(frame["arch"].iloc[0]), frame["device"].iloc[0])
-        start["gbps"] = 0.85 * known(product.hbm_gbps, f"bandwidth of {product.product}")
+        start["gbps"] = 0.85 * required(product.hbm_gbps, f"bandwidth of {product.product}")
         most[names.index("gbps")] = np.log(1 / 0.85)
     design, truth = _Design(rest), np.log(rest["p50_us"].to_numpy(float))
     cells = rest.groupby("path_ran")["p50_us"].transform("size").to_numpy()

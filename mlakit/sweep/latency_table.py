@@ -130,7 +130,7 @@ def _published_lines(share_of_peak: float) -> list[dict]:
     own = cells[(cells["device"] == "MI350") & (cells["op"] == published.FITTED_OP)]
     card, units = published.card("MI350"), published.units("MI350")
     p = calibrate.fit(own, units, published.NO_MEMORY, published.WEIGHT)
-    p["gbps"] = share_of_peak * calibrate.known(card.hbm_gbps, f"bandwidth of {card.product}")
+    p["gbps"] = share_of_peak * calibrate.required(card.hbm_gbps, f"bandwidth of {card.product}")
     source = f"published single norms, {own['source'].iloc[0]}; bandwidth: peak x another's share"
     found = lines(card.name, card.product, "parameter", source, p | ranges(own, units))
     for device, part in published.score_published().groupby("device", sort=True):

@@ -9,7 +9,7 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.datafiles import data_dir
-from mlakit.sweep.calibrate import fit, known, predict, with_error
+from mlakit.sweep.calibrate import fit, predict, required, with_error
 
 _PUBLISHED_PRODUCTS = {"MI308": "MI308X", "MI350": "MI350X"}
 """Hardware as ``data/published.csv`` names it, and as ``data/archs.csv`` does."""
@@ -55,7 +55,7 @@ def card(hardware: str) -> archs.Arch:
 
 def units(hardware: str) -> int:
     """Compute units of a card as ``data/published.csv`` names it."""
-    return known(card(hardware).compute_units, f"compute units of {hardware}")
+    return required(card(hardware).compute_units, f"compute units of {hardware}")
 
 
 def score_published() -> pd.DataFrame:
