@@ -24,7 +24,7 @@ def sweep(
     batch: base.Batches = None,
     dtype: base.Dtypes = None,
     quant: base.Quants = None,
-    layout: Annotated[Names, typer.Option(help="split, contiguous.")] = None,
+    layout: Annotated[Names, typer.Option(help="split, split_out, contiguous.")] = None,
     clock: Annotated[Names, typer.Option(help="cpu, graph, kernel, eager.")] = None,
     cache: Annotated[Names, typer.Option(help="cold, hot.")] = None,
     path: base.Paths = None,

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 from mlakit import locks
@@ -77,8 +79,8 @@ def over_dask(
         **options: as ``run_sweep`` has them.
 
     Raises:
-        MisuseError: as ``run_sweep``; no dask; no worker that offers an arch; or workers of one
-            arch whose environments differ.
+        MisuseError: as ``run_sweep``; no dask; no worker that offers an arch; workers of one arch
+            whose environments differ; or the scheduler was lost.
     """
     distributed = _distributed()
     with contextlib.ExitStack() as stack:
@@ -97,7 +99,7 @@ def _jobs_on(client) -> RunJobs:
     def run_jobs(run_dir, jobs, settle, functions, limit_s):
         env = _cluster_environment(client)
         settle(env, len(client.scheduler_info(n_workers=-1)["workers"]))
-        queues: dict[str, deque] = {}
+        queues = {}
         for kind, cell in longest_first(jobs):
             if devices_of(cell.arch, env):
                 queues.setdefault(cell.arch, deque()).append((kind, cell))
@@ -117,6 +119,11 @@ def _jobs_on(client) -> RunJobs:
             except _distributed().KilledWorker:
                 reason = "every dask worker that took this cell died"
                 reply = {"statuses": worker.write_fault(run_dir, kind, cell, env, "killed", reason)}
+            except CancelledError:
+                raise MisuseError(
+                    "the dask scheduler was lost; what was measured is kept: start it again, "
+                    "then go on with the run"
+                ) from None
             yield cell, reply
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
 
@@ -186,6 +193,7 @@ def _only(arch: str, env: dict) -> dict:
 # ---- inside a dask worker
 
 _DEVICE = worker.WarmDevice("")
+_ALONE = threading.Lock()  # a dask worker may have many threads and offer more than one unit
 
 
 def _environment() -> dict:
@@ -207,7 +215,7 @@ def _run_cell(
     if differs:
         raise MisuseError(f"a dask worker of {cell.arch} is not like the run: {differs}")
     reply: dict = {"statuses": []}
-    with _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + worker.START_S):
+    with _ALONE, _claim(folder / "claims" / f"{kind}-{cell.id}", limit_s + worker.START_S):
         if not store.is_done(folder, kind, cell.id):
             _DEVICE.name = devices_of(cell.arch, env)[0]
             reply = _DEVICE.measure(folder, kind, cell, env, function, limit_s)
