@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,56 @@ def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, m
     finally:
         spread._DEVICE.stop()
     assert doubles_log.read_text().count("begin") == 1
+
+
+def test_a_worker_of_many_threads_measures_one_cell_at_a_time(tmp_path, monkeypatch):
+    at_work, most = [], []
+    known = dict.fromkeys("device driver torch triton mlakit git_sha".split())
+    env = {"python": "3", "devices": {"cpu": known | {"arch": "cpu"}}}
+
+    class Device:
+        environment = env
+
+        def measure(self, folder, kind, cell, *rest):
+            at_work.append(cell.id)
+            most.append(len(at_work))
+            time.sleep(0.05)
+            at_work.remove(cell.id)
+            return {"statuses": []}
+
+    monkeypatch.setattr(spread, "_DEVICE", Device())
+    threads = [
+        threading.Thread(
+            target=spread._run_cell,
+            args=(str(tmp_path), "timing", cell.to_json(), env, "doubles:slow", 1.0),
+        )
+        for cell in expand(batches=[1, 2, 3], paths=["cpu_fused"])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
+
+
+def test_a_lost_scheduler_is_one_line_and_the_run_goes_on_later(tmp_path, doubles_log, monkeypatch):
+    cells = expand(batches=[1, 2], paths=["cpu_fused"])
+
+    class Lost:
+        def result(self):
+            raise CancelledError
+
+    def lost(client, queues, submit):
+        yield queues["cpu"][0], Lost()
+
+    with spread.local_cluster(["cpu"]) as cluster:
+        options = {"scheduler": cluster.scheduler_address, "functions": SLOW}
+        with monkeypatch.context() as patched:
+            patched.setattr(spread, "_one_a_device", lost)
+            with pytest.raises(MisuseError, match="scheduler was lost"):
+                spread.over_dask(cells, tmp_path / "run", **options)
+        assert store.show_run(tmp_path / "run")["status"] == "incomplete"
+        assert spread.over_dask(None, tmp_path / "run", **options).done == 2
 
 
 def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
