@@ -43,8 +43,8 @@ _UsageError = typer.BadParameter.__mro__[2]
 
 
 _MISNAMED = {
-    getattr(errno, "E" + name)
-    for name in ("NOENT NOTDIR ISDIR EXIST NAMETOOLONG LOOP ACCES PERM ROFS".split())
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
 """what the system says of a file or folder that a person named"""
 
