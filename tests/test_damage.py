@@ -251,6 +251,6 @@ def test_questions(tmp_path):
 
 
 def test_inputs_of_no_known_kind_are_one_line():
-    for change in ({"dtype": "bf61"}, {"family": "norml"}, {"layout": "splt"}):
+    for change in ({"dtype": "bf61"}, {"family": "heavyy"}, {"layout": "splt"}):
         said = refusal(partial(inputs.make, 2, shapes.Widths(8, 4), **change))
         assert "did you mean" in said
