@@ -5,7 +5,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from one_instruction import F32_EDGES, PAIRS, execute, f32, same, v, waves
+from one_instruction import F32_EDGES, PAIRS, execute, f32, put, same, v, waves
 
 from mlakit.codegen.isa import numbers
 
@@ -174,6 +174,12 @@ def test_fp8_pair_uses_the_encoding_of_the_arch_and_keeps_the_other_half():
         low, high = v(w, 0, 3) & 0xFFFF, v(w, 0, 3) >> 16
         assert (low == 0x2222).all()
         assert np.array_equal(high & 0xFF, given.astype(dtype).view(np.uint8))
+        put(w, v3=np.float32(1.0), s1=np.float32(1.0).view(np.uint32))
+        (want,) = set(v(execute(w, "v_cvt_pk_fp8_f32 v4, v3, v3"), 4) & 0xFFFF)
+        for one in ("1.0", "s1", "v3"):
+            for pair in (f"{one}, v3", f"v3, {one}", f"{one}, {one}"):
+                execute(w, f"v_cvt_pk_fp8_f32 v4, {pair}")
+                assert set(v(w, 4) & 0xFFFF) == {want}, pair
 
 
 def test_scaled_fp4_and_fp8_conversions_of_gfx950():

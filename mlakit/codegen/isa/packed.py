@@ -7,6 +7,7 @@ Sections: CDNA3 ISA "Packed Math" and "FP8 conversions"; CDNA4 ISA "V_CVT_SCALEF
 from __future__ import annotations
 
 import re
+from functools import reduce
 
 import numpy as np
 
@@ -170,7 +171,7 @@ def _convert_scaled(waves: Waves, i: Instruction) -> None:
     per_word = 32 // to.bits
     words = [codes[k : k + per_word] for k in range(0, len(codes), per_word)]
     merged = [
-        np.bitwise_or.reduce([c << U32(to.bits * n) for n, c in enumerate(word)]) for word in words
+        reduce(np.bitwise_or, [c << U32(to.bits * n) for n, c in enumerate(word)]) for word in words
     ]
     if eight:
         for k, word in enumerate(merged):
