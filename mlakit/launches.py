@@ -30,7 +30,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel."""
+    """One kernel, as its source describes it; elements and bytes are of the whole launch."""
 
     kind: str
     programs: float
