@@ -120,8 +120,8 @@ def heuristic(
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
         return Config(64, 64, q_warps, k_warps, max(q_warps, k_warps))
     if 1024 < m <= 2048 and q_warps == 4 and q_width <= 1536:
-        # Four warps leave a quarter of their lanes empty: 5.98 us against 6.02 with two at
-        # M = 2048, 1536 + 512; at 1024 and 4096 they lose 2 and 1 %, and 2048 + 512 always does.
+        # Four warps leave a quarter of their lanes empty: 6.02 us against 5.98 with two at
+        # M = 2048, 1536 + 512; at 1024 and 4096 two lose 2 and 1 %, at 2048 + 512 always.
         q_warps = 2
     narrow = (q_width + k_width) * ITEMSIZE[dtype] <= (2048 if q_width else 1024)
     programs = PROGRAMS["q and kv" if q_width else "kv", "narrow" if narrow else "wide"]

@@ -16,6 +16,7 @@ from mlakit.paths.triton_kernels import prefetch
 
 @triton.jit
 def empty_kernel():
+    """Nothing: what a launch alone costs."""
     return
 
 
@@ -55,6 +56,7 @@ def copy_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, WARPS: tl.constexpr, Q_WARPS: tl.constexpr,
     K_WARPS: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """The step's reads and writes, weights included, and none of its arithmetic."""
     if EARLY == "before":
         gdc_launch_dependents()
     K_ROWS: tl.constexpr = WARPS // K_WARPS

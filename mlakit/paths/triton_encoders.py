@@ -13,6 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def largest_of(a, b):
+    """The larger of two, NaN where either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
