@@ -233,12 +233,20 @@ def test_damaged_question_files_are_one_line(tmp_path, run, text):
     assert run("significance", "--a", "a.jsonl", "--b", "b.jsonl")[0] == ExitCode.MISUSE
 
 
-@pytest.mark.parametrize("record", ["[]", "{}", "no json"])
+WHOLE = '{"run_id":"x","status":"ok","started_at":"","measure":[],"cells":[],"cell_ids":[],'
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["[]", "{}", "no json", WHOLE + '"environment": 3}', WHOLE + '"environment": {"python": "3"}}',
+     WHOLE + '"environment": {"devices": {"cpu": 3}}}', WHOLE + '"summary": 3}'],
+)  # fmt: skip
 def test_a_damaged_run_record_is_one_line(tmp_path, run, record):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "run.json").write_text(record)
     for command in ("runs runs --show x", "sweep --resume runs/x"):
         assert run(*command.split())[0] == ExitCode.MISUSE
+    assert "unreadable" in run("runs", "runs")[1]
 
 
 # ---- what is printed

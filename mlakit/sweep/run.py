@@ -108,7 +108,8 @@ def _settle_environment(run: store.Run, env: dict, force: bool) -> None:
             "start a new run, or force it to hold rows of both"
         )
     if differs:
-        run.save(environment=env, other_environments=[*run.record["other_environments"], known])
+        others = run.record.get("other_environments") or []
+        run.save(environment=env, other_environments=[*others, known])
     elif not known:
         run.save(environment=env, other_environments=[])
 

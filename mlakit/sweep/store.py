@@ -27,9 +27,9 @@ PIN = "baseline.txt"
 """The file below a folder of runs that names the pinned one."""
 FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 """What can be measured of a cell, and the folder its parts go to."""
-_RECORD = {"run_id": str, "status": str, "started_at": str} | dict.fromkeys(
-    ("measure", "cells", "cell_ids"), list
-)
+_RECORD: dict = {"run_id": str, "status": str, "started_at": str}
+_RECORD |= dict.fromkeys(("measure", "cells", "cell_ids"), list)
+_RECORD |= dict(environment=dict | None, summary=dict | None, other_environments=list | None)
 
 
 # ---- parts
@@ -299,6 +299,9 @@ def show_run(path: str | Path) -> dict:
             raise MisuseError(f"{path / 'run.json'} is damaged at {name!r}: name another run")
     if set(record["measure"]) - set(FOLDERS):
         raise MisuseError(f"{path / 'run.json'} is damaged at 'measure': name another run")
+    devices = (record.get("environment") or {"devices": {}}).get("devices")
+    if not isinstance(devices, dict) or any(type(d) is not dict for d in devices.values()):
+        raise MisuseError(f"{path / 'run.json'} is damaged at 'environment': name another run")
     if record["status"] == "running" and not _in_use(path):
         record["status"] = "crashed"
     record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}

@@ -73,7 +73,7 @@ def difference(old: dict, new: dict) -> str | None:
     """In words, what differs between two environments; None where figures may be compared."""
 
     def seen(env: dict, name: str) -> str:
-        return ", ".join(sorted({str(d[name]) for d in env["devices"].values() if d[name]}))
+        return ", ".join(sorted({str(d[name]) for d in env["devices"].values() if d.get(name)}))
 
     found = [
         f"{name} {seen(old, name) or 'none'} there, {seen(new, name) or 'none'} here"
