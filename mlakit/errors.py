@@ -73,3 +73,13 @@ def one_line(error: BaseException) -> str:
     """``Type: first line of the message``, cut at 200 characters."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:200]
+
+
+def check_limit(name: str, seconds: float) -> None:
+    """Refuse what is no time limit, or one that a system call does not take (a poll: 24 days).
+
+    Raises:
+        MisuseError: not above 0, or above 1e6.
+    """
+    if not 0 < seconds <= 1e6:
+        raise MisuseError(f"{name} is {seconds!r}: give seconds above 0, to 1e6")

@@ -50,7 +50,9 @@ def sweep(
     options: dict = {"progress": progress()}
     if resume:
         cells, folder = None, Path(resume)
-        options |= {"force": force, "retry": split(retry)}
+        options |= {"force": force, "retry": split(retry), "time_limit_s": time_limit_s}
+        chosen.pop("time_limit_s", None)
+        run.refuse_beside_resume(*chosen, *given(spec=spec))
     else:
         read = SweepSpec.load(spec, **chosen) if spec else None
         asked = read or SweepSpec.parse(chosen or {"preset": "quick"})

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from mlakit import __version__, archs
 from mlakit.dispatch import switches
-from mlakit.errors import ExitCode, MisuseError, one_of
+from mlakit.errors import ExitCode, MisuseError, check_limit, one_of
 from mlakit.report import chapters, history, page, runbook, scrub, show
 from mlakit.report.parameters import check
 from mlakit.sweep import grid, store
@@ -95,6 +95,8 @@ def build(
     named = options.archs or (*archs.here(), "gfx942", "gfx950")
     options = replace(options, archs=tuple(dict.fromkeys(map(archs.check, named))))
     one_of("notebook", NOTEBOOKS, *options.notebooks)
+    check_limit("cell_limit_s", options.cell_limit_s)
+    check_limit("run_limit_s", options.run_limit_s)
     check(
         {"dtype": options.dtype, "policy": options.policy, "batches": list(options.batches)}
         | {"seed": options.seed}

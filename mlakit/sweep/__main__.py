@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mlakit.errors import ExitCode, LockedError, MisuseError
 from mlakit.sweep import grid
-from mlakit.sweep.run import progress_line, run_asked, run_sweep
+from mlakit.sweep.run import progress_line, refuse_beside_resume, run_asked, run_sweep
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options["progress"] = lambda *job: print(progress_line(*job), flush=True)
     try:
         if a.resume:
+            asked = values | {"preset": a.preset}
+            refuse_beside_resume(*(name for name, value in asked.items() if value is not None))
             retry = a.retry.split(",") if a.retry else ()
             summary = run_sweep(None, a.resume, force=a.force, retry=retry, **options)
         else:

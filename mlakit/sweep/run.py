@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mlakit.errors import ExitCode, MisuseError, one_of
+from mlakit.errors import ExitCode, MisuseError, check_limit, one_of
 from mlakit.records import STATUSES, Cell
 from mlakit.sweep import grid, store
 from mlakit.sweep.worker import (
@@ -133,8 +133,8 @@ def _open_sweep(
     Raises:
         MisuseError: a run is there and ``resume`` is False, it holds other cells, or no limit.
     """
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise MisuseError(f"time_limit_s is {time_limit_s!r}: give seconds above 0")
+    if time_limit_s is not None:
+        check_limit("time_limit_s", time_limit_s)
     one_of("kind of measurement", FUNCTIONS, *measure)
     before = {"status": "incomplete", "ended_at": store.now()}
     if cells is not None and not (run_dir / "run.json").exists():
@@ -261,6 +261,18 @@ def run_sweep(
             return _finish(run, summary, begun)
     finally:
         device.stop()
+
+
+def refuse_beside_resume(*asked: str) -> None:
+    """A run goes on with what it was begun with.
+
+    Raises:
+        MisuseError: something was asked for.
+    """
+    if asked:
+        raise MisuseError(
+            f"a resumed run keeps its own {', '.join(asked)}: leave them out, or sweep anew"
+        )
 
 
 def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary:

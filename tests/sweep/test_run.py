@@ -197,8 +197,9 @@ def test_no_run_folder_is_made_for_a_bad_request(tmp_path):
         run_sweep(None, tmp_path / "none")
     with pytest.raises(MisuseError, match="kind of measurement"):
         run_sweep(cells_of(1), tmp_path / "none", measure=["time"])
-    with pytest.raises(MisuseError, match="seconds above 0"):
-        run_sweep(cells_of(1), tmp_path / "none", time_limit_s=0)
+    for limit in (0, float("nan"), float("inf"), 1e30):
+        with pytest.raises(MisuseError, match="seconds above 0"):
+            run_sweep(cells_of(1), tmp_path / "none", time_limit_s=limit)
     assert not (tmp_path / "none").exists()
 
 
@@ -208,7 +209,9 @@ def test_bare_command(tmp_path, doubles_log, capsys):
     assert bare.main(["--archs", "gfx950", "--batches", "1,2", "--out", str(tmp_path)]) == 7
     last = capsys.readouterr().out.splitlines()[-1]
     assert store.show_run(last)["status"] == "ok"
-    assert bare.main(["--resume", last]) == 7
+    assert bare.main(["--resume", last, "--time-limit-s", "9"]) == 7
+    assert bare.main(["--resume", last, "--batches", "4"]) == 2
+    assert "keeps its own batches" in capsys.readouterr().err
 
 
 def test_a_bare_gpu_machine_needs_no_more_than_it_has(tmp_path, doubles_log):
