@@ -10,6 +10,7 @@ so two paths are only ever compared on the same device.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 from collections import deque
@@ -47,7 +48,8 @@ def local_cluster(archs: Sequence[str] | None = None):
     for number, arch in enumerate(archs):
         index = seen[arch] = seen.get(arch, -1) + 1
         shown = "HIP_VISIBLE_DEVICES" if vendor_of(arch) == "amd" else "CUDA_VISIBLE_DEVICES"
-        options = {"nthreads": 1, "resources": {arch: 1}, "dashboard_address": None}
+        options: dict = {"nthreads": 1, "resources": {arch: 1}, "dashboard_address": None}
+        options["silence_logs"] = logging.ERROR
         options["env"] = threads | ({} if arch == "cpu" else {shown: str(index)})
         workers[number] = {"cls": distributed.Nanny, "options": options}
     scheduler = {

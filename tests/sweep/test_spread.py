@@ -130,7 +130,9 @@ def test_a_worker_of_many_threads_measures_one_cell_at_a_time(tmp_path, monkeypa
     assert most == [1, 1, 1]
 
 
-def test_a_lost_scheduler_is_one_line_and_the_run_goes_on_later(tmp_path, doubles_log, monkeypatch):
+def test_a_lost_scheduler_is_one_line_and_the_run_goes_on_later(
+    tmp_path, doubles_log, monkeypatch, capfd
+):
     cells = expand(batches=[1, 2], paths=["cpu_fused"])
 
     class Lost:
@@ -148,6 +150,7 @@ def test_a_lost_scheduler_is_one_line_and_the_run_goes_on_later(tmp_path, double
                 spread.over_dask(cells, tmp_path / "run", **options)
         assert store.show_run(tmp_path / "run")["status"] == "incomplete"
         assert spread.over_dask(None, tmp_path / "run", **options).done == 2
+    assert "INFO" not in capfd.readouterr().err
 
 
 def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
