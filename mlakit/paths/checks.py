@@ -111,8 +111,8 @@ def plain(q, q_weight, k, k_weight) -> bool:
         and type(k) is torch.Tensor
         and type(q_weight).__torch_dispatch__ is _NO_DISPATCH
         and type(k_weight).__torch_dispatch__ is _NO_DISPATCH
-        and not torch._C._len_torch_dispatch_stack()
-        and not derivative_wanted(q, q_weight, k, k_weight)
+        and unwatched()
+        and not _backward_wanted(q, q_weight, k, k_weight)
     )
 
 
@@ -136,15 +136,13 @@ def derivative_wanted(q, q_weight, k, k_weight) -> bool:
     return (
         forward_ad._current_level >= 0
         or _transform() is not None
-        or (
-            torch.is_grad_enabled()
-            and (
-                q.requires_grad
-                or k.requires_grad
-                or q_weight.requires_grad
-                or k_weight.requires_grad
-            )
-        )
+        or _backward_wanted(q, q_weight, k, k_weight)
+    )
+
+
+def _backward_wanted(q, q_weight, k, k_weight) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or q_weight.requires_grad or k_weight.requires_grad
     )
 
 
