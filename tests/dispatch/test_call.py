@@ -15,11 +15,7 @@ from mlakit.paths import registry
 W = shapes.Widths(96, 32, 16)
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    call.reset()
-    yield
-    call.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture
