@@ -174,6 +174,11 @@ def here() -> tuple[str, ...]:
     return (*dict.fromkeys(d.arch for d in devices()), "cpu")
 
 
+def of(tensor) -> str:
+    """The arch that a tensor lies on; ``cpu`` in the host's memory."""
+    return "cpu" if tensor.device.type == "cpu" else devices()[tensor.get_device()].arch
+
+
 def default_device() -> str:
     """``cuda`` (torch's name for AMD and NVIDIA GPUs alike) where there is one, else ``cpu``."""
     return "cuda" if devices() else "cpu"

@@ -18,12 +18,16 @@ EVIDENCE = ("measured", "recorded", "published", "modelled", "compiled", "emulat
 CLOCKS = ("eager", "graph", "kernel", "cpu")
 _CACHES = ("cold", "hot")
 STATUSES = ("ok", "wrong", "skipped", "failed", "timeout", "killed", "oom", "implausible")
-CONTROLS = ("copy_limit", "launch_floor", "copy_plain", "fused_plain", "fused_early")
+CONTROLS = (
+    *("copy_limit", "launch_floor", "copy_plain"),
+    *("fused_plain", "fused_early", "pair_plain", "pair_early"),
+)
 """Rows with these in ``path_ran`` are controls of their cell, never peers.
 
 ``copy_limit`` is the fastest same-traffic copy of any launch. Where launches can overlap
 (programmatic dependent launch) there is also ``copy_plain``, the fastest that does not, and the
-fused path launched the other way than it chose: ``fused_plain`` or ``fused_early``.
+fused path, and of a quant the pair, launched the other way than it chose: ``fused_plain`` or
+``fused_early``, ``pair_plain`` or ``pair_early``.
 """
 
 _IDENTITY = (

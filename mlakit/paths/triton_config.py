@@ -5,7 +5,7 @@ Pure functions of arch, rows and widths: none needs a GPU or triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mlakit.archs import from_sm_90, vendor_of
@@ -151,6 +151,11 @@ def heuristic(
         release_first=early and m <= 32,
         own_tree=not batch_invariant,
     )
+
+
+def overlapping(config: Config, early: bool) -> Config:
+    """``config`` with early launches, or with none: each waits until the one ahead has ended."""
+    return replace(config, pdl=early, release_first=early and config.release_first)
 
 
 def check(config: Config, arch: str, q_width: int, k_width: int, dtype: str = "bf16") -> str | None:

@@ -9,7 +9,7 @@ Calls that are traced or want a gradient go through the operator ``mlakit::qk_rm
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 
@@ -157,7 +157,7 @@ def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batc
     ]
     aligned = tuple(start % 16 == 0 for start in starts)
     on_cpu = q.device.type == "cpu"
-    arch = "cpu" if on_cpu else archs.devices()[q.get_device()].arch
+    arch = archs.of(q)
     if config is None:
         config = triton_config.heuristic(
             arch, m, q_width, k_width, dtype, batch_invariant=batch_invariant
@@ -241,13 +241,12 @@ def knobs(context: Context) -> dict:
 
 
 def launched(early: bool) -> Callable:
-    """``call`` with early launches, or with none: each waits until the one before has ended."""
+    """``call`` with early launches, or with none."""
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
-        arch = archs.devices()[k.get_device()].arch
-        m = k.numel() // k.shape[-1]
-        config = triton_config.heuristic(arch, m, q.shape[-1], k.shape[-1], DTYPE_NAMES[k.dtype])
-        config = replace(config, pdl=early, release_first=early and config.release_first)
+        m, widths = k.numel() // k.shape[-1], (q.shape[-1], k.shape[-1])
+        config = triton_config.heuristic(archs.of(k), m, *widths, DTYPE_NAMES[k.dtype])
+        config = triton_config.overlapping(config, early)
         return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
 
     return call

@@ -17,7 +17,7 @@ from mlakit.inputs import DTYPE_NAMES
 from mlakit.paths import checks, interpreter, quantised, triton_fused, triton_launch
 from mlakit.paths.quantised import DEFAULT, Options, QuantisedQ
 from mlakit.paths.triton_config import Config, lanes_of, vector_width
-from mlakit.paths.triton_quant_config import check, heuristic, trees_of
+from mlakit.paths.triton_quant_config import check, heuristic, norms, trees_of
 
 GROUPS = {"fp8_group128": fp8.GROUP, "fp8_token": 0, "mxfp4": mxfp4.GROUP}
 """elements that share a scale; 0 is the whole row"""
@@ -92,6 +92,8 @@ def constants(
         "BIAS": encoding.bias if encoding else 1,
         "RULE_BITS": mxfp4.RULES[options.rule],
         "SHUFFLED": mxfp4.shuffled_shape(1, groups)[1] if shuffled else 0,
+        # Told as much of MXFP4's bytes, Triton moves them through shared memory first.
+        "PACKED": quant == "fp8_group128" and options.scale_layout in (None, "row_major"),
         "WORDS": words,
         "NVIDIA": archs.vendor_of(arch) == "nvidia",
         "PDL": ("before" if config.release_first else "after") if config.pdl else "",
@@ -267,11 +269,12 @@ def _again(ready: _Ready, q, q_weight, q_eps, k, k_weight, k_eps):
 
 
 def unfused(
-    quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT
+    quant, q, q_weight, q_eps, k, k_weight, k_eps, *, out=None, options=DEFAULT, early=True
 ) -> tuple[QuantisedQ, torch.Tensor]:
     """Two launches: ``triton_fused`` writes q in its own dtype, which is then read and quantised.
 
-    So q is rounded before its scale is taken, unlike in ``fused``. Raises as ``fused`` does.
+    So q is rounded before its scale is taken, unlike in ``fused``. ``early``: each may start before
+    the one ahead has ended, where the card can. Raises as ``fused`` does.
     """
     quantised_q, k_out = quantised.outputs(
         quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options
@@ -279,8 +282,28 @@ def unfused(
     normed = quantised_q.unquantised if options.unquantised else None
     if normed is None:
         normed = q.new_empty(q.shape)
-    triton_fused.call(q, q_weight, q_eps, k, k_weight, k_eps, out=(normed, k_out))
-    return quantise(quant, normed, quantised_q, options), k_out
+    arch, dtype = archs.of(q), DTYPE_NAMES[q.dtype]
+    m, width = q.numel() // q.shape[-1], q.shape[-1]
+    first = norms(arch, m, width, k.shape[-1], dtype, early=early)
+    second = heuristic(quant, arch, m, width, width, dtype, normalise=False, early=early)
+    triton_fused.call(q, q_weight, q_eps, k, k_weight, k_eps, out=(normed, k_out), config=first)
+    return quantise(quant, normed, quantised_q, options, second), k_out
+
+
+def fused_launched(quant: str, early: bool) -> Callable:
+    """``fused`` with the config for early launches, or for others."""
+
+    def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
+        m, widths = q.numel() // q.shape[-1], (q.shape[-1], k.shape[-1])
+        config = heuristic(quant, archs.of(q), m, *widths, DTYPE_NAMES[q.dtype], early=early)
+        return fused(quant, q, q_weight, q_eps, k, k_weight, k_eps, out=out, config=config)
+
+    return call
+
+
+def unfused_launched(quant: str, early: bool) -> Callable:
+    """``unfused`` with early launches, or with none."""
+    return partial(unfused, quant, early=early)
 
 
 def quantise(quant, y, out: QuantisedQ, options=DEFAULT, config=None) -> QuantisedQ:
@@ -299,7 +322,7 @@ def _launch(
     m = q.shape[0]
     if m == 0:
         return None
-    arch = "cpu" if q.device.type == "cpu" else archs.devices()[q.get_device()].arch
+    arch = archs.of(q)
     widths, dtype = (q.shape[1], k.shape[1]), DTYPE_NAMES[q.dtype]
     config = config or heuristic(quant, arch, m, *widths, dtype, normalise=normalise)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"

@@ -11,7 +11,7 @@ from itertools import product
 from mlakit import archs
 from mlakit.context import Context
 from mlakit.paths import triton_config
-from mlakit.paths.triton_config import Config, lanes_of
+from mlakit.paths.triton_config import ANY_M, Config, lanes_of
 
 FEW_ROWS = 512
 """rows up to which the L2 is told that rows are read once (2 % at M = 64, nothing at 1024)"""
@@ -20,12 +20,14 @@ TREE = 2
 _FEW, _K2, _K4 = (2, 1, 1, 2, True), (2, 1, 2, 2, True), (2, 1, 4, 2, True)
 _ALONE = (1, 1, 1, 1, False)
 SHAPES = {
-    "fp8_group128": ((256, *_FEW), (32768, *_K2), (1 << 40, *_ALONE)),
-    "fp8_token": ((256, *_FEW), (32768, *_K2), (1 << 40, *_ALONE)),
-    "mxfp4": ((256, *_FEW), (768, *_K2), (1536, *_K4), (8192, *_K2), (1 << 40, *_ALONE)),
+    ("fp8", True): ((2048, *_FEW), (32768, *_K2), (ANY_M, *_ALONE)),
+    ("fp8", False): ((256, *_FEW), (32768, *_K2), (ANY_M, *_ALONE)),
+    ("mxfp4", True): ((2048, *_FEW), (8192, *_K2), (ANY_M, *_ALONE)),
+    ("mxfp4", False): (*((256, *_FEW), (768, *_K2), (1536, *_K4), (8192, *_K2), (ANY_M, *_ALONE)),),
 }
-"""By quant: up to this many rows, warps a row of q, its turns and kv's, warps of a program, and
-whether a program takes q or kv. The fastest of a dozen on an H200, at 1536 + 512 in bf16."""
+"""By format and whether launches overlap: up to this many rows, warps a row of q, its turns and
+kv's, warps of a program, and whether a program takes q or kv. The fastest of a dozen on an H200, at
+1536 + 512 in bf16."""
 
 
 def heuristic(
@@ -37,17 +39,20 @@ def heuristic(
     dtype: str = "bf16",
     *,
     normalise: bool = True,
+    early: bool = True,
 ) -> Config:
     """The config for ``m`` rows on ``arch``, from an H200 (sm_90) at 1536 + 512 in bf16.
 
-    Launches overlap where ``triton_fused``'s do. Other archs get the same shape of launch from
-    their own wave size; nobody measured it there.
+    Launches overlap where the card can, unless ``early`` is False. Other archs get the same shape
+    of launch from their own wave size; nobody measured it there.
     """
     q_tree, k_tree = trees_of(arch, q_width, k_width, dtype)
     if arch == "cpu":
         # The interpreter's cost is per operation, whatever the tile: few programs of many rows.
         return Config(64, 64, q_tree, k_tree, 64 * max(q_tree, k_tree))
-    _, q_warps, q_turns, k_turns, num_warps, separate = next(s for s in SHAPES[quant] if m <= s[0])
+    early = early and archs.from_sm_90(arch)
+    shapes = SHAPES[quant.partition("_")[0], early]
+    _, q_warps, q_turns, k_turns, num_warps, separate = next(s for s in shapes if m <= s[0])
     if not normalise and quant == "mxfp4":
         q_warps, q_turns, num_warps, separate = 1, 1, 1, True
     # Wider rows than 1536 and 512 share in as many warps more as their trees have.
@@ -55,6 +60,7 @@ def heuristic(
     num_warps = max(num_warps * q_tree // TREE, q_warps)
     k_warps = min(k_tree, num_warps)
     launch = triton_config.heuristic(arch, m, q_width, k_width, dtype)
+    launch = triton_config.overlapping(launch, early)
     q_rows, k_rows = num_warps // q_warps * q_turns, num_warps // k_warps * k_turns
     return replace(
         launch, q_rows=q_rows, k_rows=k_rows, q_warps=q_warps, k_warps=k_warps, num_warps=num_warps,
@@ -66,6 +72,20 @@ def knobs(quant: str, context: Context) -> dict:
     """The config that a plain call of the fused launch takes in ``context``."""
     widths = context.q_lora_rank, context.kv_lora_rank
     return asdict(heuristic(quant, context.arch, context.m, *widths, context.dtype))
+
+
+def norms(
+    arch: str, m: int, q_width: int, k_width: int, dtype: str = "bf16", *, early: bool = True
+) -> Config:
+    """The config of the pair's first launch: ``triton_fused``'s, but for the overlap."""
+    config = triton_config.heuristic(arch, m, q_width, k_width, dtype)
+    return triton_config.overlapping(config, early and archs.from_sm_90(arch))
+
+
+def unfused_knobs(context: Context) -> dict:
+    """The config of the pair's first launch in ``context``."""
+    widths = context.q_lora_rank, context.kv_lora_rank
+    return asdict(norms(context.arch, context.m, *widths, context.dtype))
 
 
 def trees_of(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:

@@ -169,15 +169,16 @@ def norm_and_quantise(
     LANES: tl.constexpr, VEC: tl.constexpr, SEPARATE: tl.constexpr, EVICT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, NORMALISE: tl.constexpr, UNQUANTISED: tl.constexpr,
     MAXIMUM: tl.constexpr, BIAS: tl.constexpr, RULE_BITS: tl.constexpr, SHUFFLED: tl.constexpr,
-    WORDS: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, WORDS: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q: (m, Q_N), k: (m, K_N) of any row strides; ``values`` and ``k_out`` contiguous.
 
     ``scale_rows`` is m, or the shuffled layout's padded rows, whose padding is written as 0.
     A program has SIDE rows side by side, each in its own warps, and TURNS of those one after
     another, all asked for at once. SPREAD: with rows side by side a weight is loaded once a row,
-    laid out like the row: broadcasting it would move it through shared memory. WORDS: MXFP4's
-    values start on 4 bytes.
+    laid out like the row: broadcasting it would move it through shared memory. PACKED: a row's
+    scales lie side by side, row after row, whatever the strides say (ten instructions less, 1.7 %
+    at M = 1024). WORDS: MXFP4's values start on 4 bytes.
     """
     if PDL == "before":
         gdc_launch_dependents()
@@ -221,8 +222,9 @@ def norm_and_quantise(
                 )  # fmt: skip
             else:
                 _quantise_groups(
-                    held[t], weight, q_eps, values, scales, unquantised, scale_row_stride,
-                    scale_group_stride, rows, here, scale_rows,
+                    held[t], weight, q_eps, values, scales, unquantised,
+                    Q_N // GROUP if PACKED else scale_row_stride,
+                    1 if PACKED else scale_group_stride, rows, here, scale_rows,
                     Q_N, Q_TREE, LANES, VEC, QUANT, GROUP, NORMALISE, UNQUANTISED,
                     MAXIMUM, BIAS, RULE_BITS, SHUFFLED, WORDS, NVIDIA,
                 )  # fmt: skip
@@ -340,7 +342,9 @@ def _quantise_tokens(
     for i in tl.static_range(1, len(pieces)):
         largest = largest_of(largest, tl.abs(pieces[i]))
     # As of the sum, first by warp: reduced at once, a row in several warps would take two barriers.
-    by_warp = tl.reduce(peaks_of(largest, LANES * VEC, VEC), 2, largest_of)
+    # As an integer, whose order is a magnitude's (NaN the largest), a warp's is one instruction.
+    by_lane = peaks_of(largest, LANES * VEC, VEC).to(tl.int32, bitcast=True)
+    by_warp = tl.max(by_lane, 2).to(tl.float32, bitcast=True)
     sums = (tl.zeros((ROWS, PIECE // (LANES * VEC)), tl.float32),)
     if NORMALISE:
         sums = _sums(held, TREE, LANES, VEC)

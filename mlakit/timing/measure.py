@@ -180,13 +180,15 @@ class _Measurement:
             for entry in self._ready():
                 entry.fail(error)
             return
-        fused = [e for e in self._ready() if e.path.launched and "copy_plain" in copies]
+        movable = [e for e in self._ready() if e.path.launched and "copy_plain" in copies]
         self.entries += [Entry(n, call=call, config=c) for n, (c, call) in copies.items()]
         floor = controls.floor_call(self.cell.clock, self.device)
         self.entries.append(Entry("launch_floor", call=floor))
-        for entry in fused[:1]:
-            name, early = "fused_plain" if entry.overlaps else "fused_early", not entry.overlaps
-            self.entries.append(Entry(name, call=entry.path.launched(early), overlaps=early))
+        # The other launch of the first of each kind: one fused path, one pair of launches.
+        for kind, entry in {_kind(e): e for e in reversed(movable)}.items():
+            early = not entry.overlaps
+            name, call = f"{kind}_{'early' if early else 'plain'}", entry.path.launched(early)
+            self.entries.append(Entry(name, call=call, overlaps=early))
         self._attempt(self._make_lane, ring)
 
     def _first_call(self, entry: Entry, slot: buffers.Slot) -> None:
@@ -307,6 +309,10 @@ class _Measurement:
             if copy_us:
                 row["pct_of_limit"] = 100 * copy_us / row["p50_us"]
         return row
+
+
+def _kind(entry: Entry) -> str:
+    return "fused" if entry.path.fused else "pair"
 
 
 def _without_out(call: Callable) -> Callable:

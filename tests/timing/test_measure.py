@@ -137,6 +137,22 @@ def test_a_path_is_held_against_the_copy_that_is_launched_as_it_is(monkeypatch, 
     assert rows["fused"]["config"] == f'{{"pdl": {str(pdl).lower()}}}'
 
 
+def test_a_pair_of_launches_is_timed_both_ways_too(monkeypatch):
+    def pair(early):
+        return norms if early else slow
+
+    more = {"knobs": lambda context: {"pdl": True}, "launched": pair}
+    for name, fused in (("one", True), ("apart", False), ("again", False)):
+        path = made(name, norms, fused=fused, launches=2 - fused, **more)
+        monkeypatch.setitem(PATHS, name, path)
+    copies = {"copy_limit": ("early", norms), "copy_plain": ("plain", slow)}
+    monkeypatch.setattr(measure.controls, "best_copies", lambda *a, **k: copies)
+    rows, _ = rows_of("one", "apart", "again")
+    assert {"fused_plain", "pair_plain"} == set(rows) - {"one", "apart", "again", *CONTROLS[:3]}
+    assert rows["pair_plain"]["p50_us"] > rows["apart"]["p50_us"] + 400
+    assert rows["one"]["ratio_to"] in ("apart", "again")
+
+
 def test_a_path_that_makes_its_outputs_is_given_none(monkeypatch):
     def strict(*args, out=None):
         assert out is None
