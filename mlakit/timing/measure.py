@@ -121,16 +121,19 @@ class _Measurement:
             except Exception as error:
                 entry.fail(error)
 
+    def _as_timed(self, path: registry.Path, call: Callable) -> Callable:
+        """``call`` of ``path``, as its lane calls it."""
+        # Copying into outputs that a path cannot take would be held against it: in the graph
+        # clock such a path returns its own, which lie as far apart, unless outputs are given.
+        own = path.makes_outputs and self.cell.layout != "split_out"
+        return _without_out(call) if own or path.output != "none" else call
+
     def _admit(self) -> None:
         """Refuse what cannot run here or is not for timing, and what memory does not hold."""
         context = probe.context_for(self.cell, self.device)
         for entry in self.entries:
             entry.path = path = registry.get(entry.name)
-            # Copying into outputs that a path cannot take would be held against it: in the graph
-            # clock such a path returns its own, which lie as far apart, unless outputs are given.
-            own = path.makes_outputs and self.cell.layout != "split_out"
-            fresh = own or path.output != "none"
-            entry.call = _without_out(path.call) if fresh else path.call
+            entry.call = self._as_timed(path, path.call)
             reason = path.supports(context)
             if reason is None and not path.timed and not self.found:
                 reason = "correctness only: it runs under an interpreter here"
@@ -187,7 +190,8 @@ class _Measurement:
         # The other launch of the first of each kind: one fused path, one pair of launches.
         for kind, entry in {_kind(e): e for e in reversed(movable)}.items():
             early = not entry.overlaps
-            name, call = f"{kind}_{'early' if early else 'plain'}", entry.path.launched(early)
+            call = self._as_timed(entry.path, entry.path.launched(early))
+            name = f"{kind}_{'early' if early else 'plain'}"
             self.entries.append(Entry(name, call=call, overlaps=early))
         self._attempt(self._make_lane, ring)
 

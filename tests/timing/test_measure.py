@@ -137,16 +137,21 @@ def test_a_path_is_held_against_the_copy_that_is_launched_as_it_is(monkeypatch, 
     assert rows["fused"]["config"] == f'{{"pdl": {str(pdl).lower()}}}'
 
 
-def test_a_pair_of_launches_is_timed_both_ways_too(monkeypatch):
-    def pair(early):
-        return norms if early else slow
+@pytest.mark.parametrize("output", ["none", "fp8_token"])
+def test_a_pair_of_launches_is_timed_both_ways_too(monkeypatch, output):
+    # What delivers q quantised takes no plain outputs, whichever way it is launched.
+    kept = (lambda call: call) if output == "none" else (lambda call: lambda *args: call(*args))
 
-    more = {"knobs": lambda context: {"pdl": True}, "launched": pair}
+    def pair(early):
+        return kept(norms if early else slow)
+
+    more = {"knobs": lambda context: {"pdl": True}, "launched": pair, "output": output}
     for name, fused in (("one", True), ("apart", False), ("again", False)):
-        path = made(name, norms, fused=fused, launches=2 - fused, **more)
+        path = made(name, kept(norms), fused=fused, launches=2 - fused, **more)
         monkeypatch.setitem(PATHS, name, path)
     copies = {"copy_limit": ("early", norms), "copy_plain": ("plain", slow)}
     monkeypatch.setattr(measure.controls, "best_copies", lambda *a, **k: copies)
+    monkeypatch.setattr(measure.check, "wrong_output", lambda *a: None)  # nothing is quantised
     rows, _ = rows_of("one", "apart", "again")
     assert {"fused_plain", "pair_plain"} == set(rows) - {"one", "apart", "again", *CONTROLS[:3]}
     assert rows["pair_plain"]["p50_us"] > rows["apart"]["p50_us"] + 400
