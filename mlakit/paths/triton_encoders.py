@@ -161,13 +161,15 @@ def mxfp4(p, factor, RULE_BITS: tl.constexpr):
     signs = tl.zeros(p[0].shape, tl.uint32)
     for i in tl.static_range(8):
         v = tl.abs(p[7 - i])
-        fine = tl.fma(v, factor, 4194304.0)
-        middle = tl.fma(v, factor * 0.5, 4194305.0)
-        code = tl.minimum(fine, tl.minimum(middle, tl.fma(v, factor * 0.25, 4194306.0)))
+        fine = tl.fma(v, factor, 4194304.0).to(tl.int32, bitcast=True)
+        middle = tl.fma(v, factor * 0.5, 4194305.0).to(tl.int32, bitcast=True)
+        coarse = tl.fma(v, factor * 0.25, 4194306.0).to(tl.int32, bitcast=True)
+        # As integers, in the same order: the least of three is one instruction on sm_90.
+        code = tl.minimum(tl.minimum(fine, middle), coarse)
         if RULE_BITS == 0:
             # The other rules leave every magnitude below 7, which rounds to 6 without a clamp.
-            code = tl.minimum(code, 4194307.5)
-        word = (word << 4) + code.to(tl.int32, bitcast=True)
+            code = tl.minimum(code, 0x4A800007)
+        word = (word << 4) + code
         signs = (signs << 4) | (p[7 - i].to(tl.uint32, bitcast=True) >> 28)
     # What is left of eight times the bits of 2^22; then the sign bit of each nibble.
     word = (word - 0x72800000) | (signs & 0x88888888).to(tl.int32, bitcast=True)

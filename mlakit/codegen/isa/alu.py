@@ -248,6 +248,7 @@ for _k in ("u32", "i32", "u16"):
     OPS[f"v_max_{_k}"] = op(f"{_k} {_k} {_k}", np.maximum)
     OPS[f"v_min_{_k}"] = op(f"{_k} {_k} {_k}", np.minimum)
     OPS[f"v_max3_{_k}"] = op(f"{_k} {_k} {_k} {_k}", _fold(np.maximum))
+    OPS[f"v_min3_{_k}"] = op(f"{_k} {_k} {_k} {_k}", _fold(np.minimum))
 for _n, _count in (("16", "u16"), ("32", "u32"), ("64", "u32")):
     OPS[f"v_lshlrev_b{_n}"] = op(f"u{_n} {_count} u{_n}", shift(np.left_shift))
     OPS[f"v_lshrrev_b{_n}"] = op(f"u{_n} {_count} u{_n}", shift(np.right_shift))
