@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from mlakit.records import Cell
 from mlakit.sweep import store, worker
 from mlakit.sweep.run import RunJobs, SweepSummary, longest_first, run_sweep
 from mlakit.sweep.worker import Worker, devices_of
+
+_LOOK_S = 10.0
+"""how often a sweep looks whether the devices it waits for are still offered"""
 
 
 def local_cluster(archs: Sequence[str] | None = None):
@@ -115,18 +119,20 @@ def _jobs_on(client) -> RunJobs:
             key, offer = f"{run_dir.name}-{kind}-{cell.id}", {cell.arch: 1}
             return client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
 
-        for (kind, cell), future in _one_a_device(client, queues, submit):
-            try:
-                reply = future.result()
-            except _distributed().KilledWorker:
-                reason = "every dask worker that took this cell died"
-                reply = {"statuses": worker.write_fault(run_dir, kind, cell, env, "killed", reason)}
-            except CancelledError:
-                raise MisuseError(
-                    "the dask scheduler was lost; what was measured is kept: start it again, "
-                    "then go on with the run"
-                ) from None
-            yield cell, reply
+        with _told_of_lost_workers(client, set(queues)):
+            for (kind, cell), future in _one_a_device(client, queues, submit):
+                try:
+                    reply = future.result()
+                except _distributed().KilledWorker:
+                    why = "every dask worker that took this cell died"
+                    statuses = worker.write_fault(run_dir, kind, cell, env, "killed", why)
+                    reply = {"statuses": statuses}
+                except CancelledError:
+                    raise MisuseError(
+                        "the dask scheduler was lost; what was measured is kept: start it again, "
+                        "then go on with the run"
+                    ) from None
+                yield cell, reply
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
 
     return run_jobs
@@ -156,6 +162,31 @@ def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterato
         job = running.pop(future)
         feed()
         yield job, future
+
+
+@contextlib.contextmanager
+def _told_of_lost_workers(client, archs: set[str]) -> Iterator[None]:
+    """Meanwhile say on stderr, once each time, that nobody offers one of ``archs`` any more."""
+    over = threading.Event()
+
+    def look() -> None:
+        told: set[str] = set()
+        while not over.wait(_LOOK_S):
+            try:
+                workers = client.scheduler_info(n_workers=-1)["workers"].values()
+            except OSError:  # the scheduler is lost, which the sweep itself finds
+                return
+            lost = archs.difference(*(w["resources"] for w in workers))
+            for arch in sorted(lost - told):
+                said = f"no dask worker offers {arch} any more: start one, or end the sweep"
+                print(f"waiting: {said} (what was measured is kept)", file=sys.stderr, flush=True)
+            told = lost
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _cluster_environment(client) -> dict:

@@ -153,6 +153,36 @@ def test_a_lost_scheduler_is_one_line_and_the_run_goes_on_later(
     assert "INFO" not in capfd.readouterr().err
 
 
+def test_a_sweep_says_that_its_last_worker_is_gone_and_goes_on_with_the_next(
+    tmp_path, doubles_log, monkeypatch, capfd
+):
+    monkeypatch.setattr(spread, "_LOOK_S", 0.2)
+    cells = expand(batches=range(1, 5), paths=["cpu_fused"])
+    said = []
+
+    def take_away_and_bring_back(cluster):
+        while "end" not in doubles_log.read_text():
+            time.sleep(0.02)
+        spec, cluster.worker_spec = cluster.worker_spec, {}
+        cluster.sync(cluster._correct_state)
+        while "waiting" not in "".join(said):
+            time.sleep(0.3)
+            said.append(capfd.readouterr().err)
+        time.sleep(1)
+        cluster.worker_spec = spec
+        cluster.sync(cluster._correct_state)
+
+    with spread.local_cluster(["cpu"]) as cluster:
+        thread = threading.Thread(target=take_away_and_bring_back, args=(cluster,), daemon=True)
+        thread.start()
+        options = {"scheduler": cluster.scheduler_address, "functions": SLOW}
+        summary = spread.over_dask(cells, tmp_path / "run", **options)
+        thread.join(30)
+    assert summary.done == 4
+    said = "".join(said) + capfd.readouterr().err
+    assert said.count("waiting: no dask worker offers cpu any more") == 1
+
+
 def test_long_cells_go_first_and_each_worker_has_its_share_of_the_cores():
     cells = expand(batches=[2048, 64, 65536, 512, 1], paths=["cpu_fused"])
     jobs = run.longest_first([("timing", c) for c in cells])
