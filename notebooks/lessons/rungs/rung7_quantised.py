@@ -1,6 +1,6 @@
 """Rung 7, quantised: q leaves as FP8, a scale for 128 elements; its next reader reads half.
 
-Figure: 1.5 us at M = 64 (recorded on an NVIDIA H200, mlakit's kernel of this kind, whose launches
+Figure: 1.4 us at M = 64 (recorded on an NVIDIA H200, mlakit's kernel of this kind, whose launches
 overlap: time added in a stream).
 """
 
