@@ -24,7 +24,13 @@ _CONTROL_LABELS = {
     "copy_limit": "same-traffic copy (control)",
     "launch_floor": "launch floor (control)",
     "no_step": "no step at all (control)",
+    "copy_plain": "same-traffic copy, launches apart (control)",
+    "fused_plain": "fused, launches apart (control)",
+    "fused_early": "fused, launches overlapping (control)",
+    "pair_plain": "pair, launches apart (control)",
+    "pair_early": "pair, launches overlapping (control)",
 }
+_CONTROL_LINES = {"fused": "--", "pair": "-."}
 LEVEL = {"color": "#777777", "linewidth": 1}
 BATCH = "batch M (rows)"
 INTERVAL = "times as fast (paired median, 95 % interval)"
@@ -48,7 +54,8 @@ def path_style(name: str) -> dict:
     from mlakit.paths.registry import names
 
     if name in _CONTROL_LABELS:
-        return dict(_CONTROL_STYLE)
+        line = _CONTROL_LINES.get(name.partition("_")[0])
+        return _CONTROL_STYLE | ({"linestyle": line} if line else {})
     order = [*names(), name]
     at = order.index(name)
     return {

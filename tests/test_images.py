@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from timing_rows import ON_H200, row
 
-from mlakit import plots
+from mlakit import plot_style, plots
 
 pytest.importorskip("matplotlib")
 IMAGES = Path(__file__).parent / "images"
@@ -148,3 +148,18 @@ def test_colours_differ_without_colour_vision():
     seen = [machado @ np.array(to_rgb(c)) for c in plots.COLOURS[:6]]
     apart = [np.abs(a - b).sum() for i, a in enumerate(seen) for b in seen[:i]]
     assert min(apart) > 0.2
+
+
+def test_controls_are_labelled_and_the_launches_of_one_kind_are_told_from_the_other_s():
+    from mlakit.plot_style import path_style
+    from mlakit.records import CONTROLS
+
+    figure, axes = plot_style.new("", "", "")
+    rows = timing()
+    for name in CONTROLS:
+        part = rows[rows["path_ran"] == "copy_limit"].assign(path_ran=name)
+        plot_style.lines(axes, part, "m", "p50_us")
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert len(set(labels)) == len(CONTROLS)
+    assert all("control" in label for label in labels)
+    assert path_style("fused_plain") != path_style("pair_plain") != path_style("copy_limit")

@@ -153,7 +153,7 @@ def heuristic(
     )
 
 
-def overlapping(config: Config, early: bool) -> Config:
+def launched(config: Config, early: bool) -> Config:
     """``config`` with early launches, or with none: each waits until the one ahead has ended."""
     return replace(config, pdl=early, release_first=early and config.release_first)
 

@@ -246,7 +246,7 @@ def launched(early: bool) -> Callable:
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         m, widths = k.numel() // k.shape[-1], (q.shape[-1], k.shape[-1])
         config = triton_config.heuristic(archs.of(k), m, *widths, DTYPE_NAMES[k.dtype])
-        config = triton_config.overlapping(config, early)
+        config = triton_config.launched(config, early)
         return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
 
     return call

@@ -27,8 +27,8 @@ SECOND = {
 """``SHAPES`` of the pair's second launch: 12.5 us a pair instead of 14.3 at M = 4096 (FP8), and 5.5
 instead of 6.2 at 1024 (MXFP4)"""
 SHAPES = {
-    # Two rows a program are 5 % slower back to back at 1024 than one, but 1.5 % faster at 4096;
-    # between two FP8 products they add 2.9 and 4.3 us instead of 3.5 and 4.8 at 1536 and 2048.
+    # Two rows a program are 1 to 3 % slower back to back up to 1024 than one, 1.5 % faster at 4096;
+    # between two FP8 products they add 3.1 and 4.7 us instead of 3.5 and 5.3 at 1536 and 2048.
     ("fp8", True): ((1024, *_FEW), (4096, *_TWO), (32768, *_K2), (ANY_M, *_ALONE)),
     ("fp8", False): ((256, *_FEW), (32768, *_K2), (ANY_M, *_ALONE)),
     ("mxfp4", True): ((2048, *_FEW), (8192, *_K2), (ANY_M, *_ALONE)),
@@ -52,8 +52,8 @@ def heuristic(
 ) -> Config:
     """The config for ``m`` rows on ``arch``, from an H200 (sm_90) at 1536 + 512 in bf16.
 
-    Launches overlap where the card can, unless ``early`` is False. Other archs get the same shape
-    of launch from their own wave size; nobody measured it there.
+    Launches overlap where the card can, unless ``early`` is False. Other archs get the shapes that
+    do not, from their own wave size; nobody measured them there.
     """
     q_tree, k_tree = trees_of(arch, q_width, k_width, dtype)
     if arch == "cpu":
@@ -65,10 +65,10 @@ def heuristic(
     _, q_warps, q_turns, k_turns, num_warps, separate = next(s for s in shapes if m <= s[0])
     # Wider rows than 1536 and 512 share in as many warps more as their trees have.
     q_warps = q_warps * q_tree // TREE
-    num_warps = max(num_warps * q_tree // TREE, q_warps)
+    num_warps = max(min(num_warps * q_tree // TREE, triton_config.MAX_WARPS_PER_ROW), q_warps)
     k_warps = min(k_tree, num_warps)
     launch = triton_config.heuristic(arch, m, q_width, k_width, dtype)
-    launch = triton_config.overlapping(launch, early)
+    launch = triton_config.launched(launch, early)
     q_rows, k_rows = num_warps // q_warps * q_turns, num_warps // k_warps * k_turns
     return replace(
         launch, q_rows=q_rows, k_rows=k_rows, q_warps=q_warps, k_warps=k_warps, num_warps=num_warps,
@@ -87,13 +87,14 @@ def norms(
 ) -> Config:
     """The config of the pair's first launch: ``triton_fused``'s, but for the overlap."""
     config = triton_config.heuristic(arch, m, q_width, k_width, dtype)
-    return triton_config.overlapping(config, early and archs.from_sm_90(arch))
+    return triton_config.launched(config, early and archs.from_sm_90(arch))
 
 
-def unfused_knobs(context: Context) -> dict:
-    """The config of the pair's first launch in ``context``."""
-    widths = context.q_lora_rank, context.kv_lora_rank
-    return asdict(norms(context.arch, context.m, *widths, context.dtype))
+def unfused_knobs(quant: str, context: Context) -> dict:
+    """The config of the pair's first launch in ``context``, and of its ``second``."""
+    arch, m, width, dtype = context.arch, context.m, context.q_lora_rank, context.dtype
+    second = heuristic(quant, arch, m, width, width, dtype, normalise=False)
+    return asdict(norms(arch, m, width, context.kv_lora_rank, dtype)) | {"second": asdict(second)}
 
 
 def trees_of(arch: str, q_width: int, k_width: int, dtype: str) -> tuple[int, int]:

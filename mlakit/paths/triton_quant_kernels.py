@@ -109,6 +109,8 @@ def _store_scales(
         group += i * GROUPS
         at = shuffled_at(rows.to(tl.int64), group, SHUFFLED) + lane - i % SHARE
         inside = inside & (rows < scale_rows) & (group < SHUFFLED)
+        # Padding lies in no group, not even of a row whose groups are all NaN.
+        scale = tl.where(group < N // GROUP, scale, tl.zeros_like(scale))
     else:
         inside = inside & here[:, :, None]
         at = rows.to(tl.int64)[:, None, None] * scale_row_stride

@@ -9,6 +9,6 @@ from mlakit.paths.triton_quant_config import unfused_knobs
 PATH = quantising(
     "unfused_fp8_group128",
     "two Triton launches: both norms, then q as FP8 with a scale a 128-group",
-    unfused, refusal_in, launches=2, timed=False, knobs=unfused_knobs,
+    unfused, refusal_in, launches=2, timed=False, knobs=partial(unfused_knobs, "fp8_group128"),
     launched=partial(unfused_launched, "fp8_group128"),
 )  # fmt: skip

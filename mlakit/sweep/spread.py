@@ -119,20 +119,18 @@ def _jobs_on(client) -> RunJobs:
             key, offer = f"{run_dir.name}-{kind}-{cell.id}", {cell.arch: 1}
             return client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
 
-        with _told_of_lost_workers(client, set(queues)):
-            for (kind, cell), future in _one_a_device(client, queues, submit):
-                try:
-                    reply = future.result()
-                except _distributed().KilledWorker:
-                    why = "every dask worker that took this cell died"
-                    statuses = worker.write_fault(run_dir, kind, cell, env, "killed", why)
-                    reply = {"statuses": statuses}
-                except CancelledError:
-                    raise MisuseError(
-                        "the dask scheduler was lost; what was measured is kept: start it again, "
-                        "then go on with the run"
-                    ) from None
-                yield cell, reply
+        for (kind, cell), future in _one_a_device(client, queues, submit):
+            try:
+                reply = future.result()
+            except _distributed().KilledWorker:
+                reason = "every dask worker that took this cell died"
+                reply = {"statuses": worker.write_fault(run_dir, kind, cell, env, "killed", reason)}
+            except CancelledError:
+                raise MisuseError(
+                    "the dask scheduler was lost; what was measured is kept: start it again, "
+                    "then go on with the run"
+                ) from None
+            yield cell, reply
         shutil.rmtree(run_dir / "claims", ignore_errors=True)
 
     return run_jobs
@@ -158,35 +156,39 @@ def _one_a_device(client, queues: dict[str, deque], submit: Callable) -> Iterato
                 done.add(future)
 
     feed()
-    for future in done:
-        job = running.pop(future)
-        feed()
-        yield job, future
+    with _told_of_lost_workers(client, running):
+        for future in done:
+            job = running.pop(future)
+            feed()
+            yield job, future
 
 
 @contextlib.contextmanager
-def _told_of_lost_workers(client, archs: set[str]) -> Iterator[None]:
-    """Meanwhile say on stderr, once each time, that nobody offers one of ``archs`` any more."""
+def _told_of_lost_workers(client, running: dict) -> Iterator[None]:
+    """Meanwhile say on stderr, once each time, that nobody offers what ``running`` jobs need."""
     over = threading.Event()
 
     def look() -> None:
+        before: set[str] = set()
         told: set[str] = set()
         while not over.wait(_LOOK_S):
-            try:
-                workers = client.scheduler_info(n_workers=-1)["workers"].values()
-            except OSError:  # the scheduler is lost, which the sweep itself finds
-                return
-            lost = archs.difference(*(w["resources"] for w in workers))
-            for arch in sorted(lost - told):
+            workers = client.scheduler_info(n_workers=-1).get("workers", {}).values()
+            needed = {cell.arch for _, cell in list(running.values())}
+            lost = needed.difference(*(w["resources"] for w in workers))
+            # Twice in a row: one that was killed is back after some seconds.
+            for arch in sorted((lost & before) - told):
                 said = f"no dask worker offers {arch} any more: start one, or end the sweep"
                 print(f"waiting: {said} (what was measured is kept)", file=sys.stderr, flush=True)
-            told = lost
+            told = lost & (told | before)
+            before = lost
 
-    threading.Thread(target=look, daemon=True).start()
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        thread.join(5)
 
 
 def _cluster_environment(client) -> dict:

@@ -28,6 +28,8 @@ class Entry:
     name: str
     path: Any = None
     """a ``registry.Path``; None for a control"""
+    like: Any = None
+    """of a control, the ``registry.Path`` whose other launch it is"""
     call: Any = None
     lane: Any = None
     status: str = "ok"

@@ -27,7 +27,7 @@ LOCK_WAIT_S = 600.0
 
 
 def measure_cell(cell: Cell, *, device: str = "cpu", run: dict | None = None) -> CellResult:
-    """Time all of ``cell.paths`` and the two controls on ``device``, under the device's lock.
+    """Time all of ``cell.paths`` and their controls on ``device``, under the device's lock.
 
     Args:
         cell: the comparison; ``cell.arch`` must be the device's and the clock one it has.
@@ -161,7 +161,8 @@ class _Measurement:
         if not self.found:
             return need, sensors.free_host_bytes()
         if self.cell.clock == "graph":
-            own = sum(entry.call is not entry.path.call for entry in self._ready())
+            held = [*self._ready(), *self._movable().values()]
+            own = sum(entry.call is not entry.path.call for entry in held)
             gbps = arch(self.cell.arch).hbm_gbps or _FASTEST_GBPS
             need += clock.graphs_hold(self.cell, own, self.cache, gbps)
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -183,17 +184,26 @@ class _Measurement:
             for entry in self._ready():
                 entry.fail(error)
             return
-        movable = [e for e in self._ready() if e.path.launched and "copy_plain" in copies]
+        movable = self._movable() if "copy_plain" in copies else {}
         self.entries += [Entry(n, call=call, config=c) for n, (c, call) in copies.items()]
         floor = controls.floor_call(self.cell.clock, self.device)
         self.entries.append(Entry("launch_floor", call=floor))
-        # The other launch of the first of each kind: one fused path, one pair of launches.
-        for kind, entry in {_kind(e): e for e in reversed(movable)}.items():
+        for kind, entry in movable.items():
             early = not entry.overlaps
             call = self._as_timed(entry.path, entry.path.launched(early))
             name = f"{kind}_{'early' if early else 'plain'}"
-            self.entries.append(Entry(name, call=call, overlaps=early))
+            self.entries.append(Entry(name, like=entry.path, call=call, overlaps=early))
         self._attempt(self._make_lane, ring)
+
+    def _movable(self) -> dict[str, Entry]:
+        """By kind, the first fused path and the first pair that can be launched another way.
+
+        Not where the host is on the clock: a call that is told how to launch is no usual call.
+        """
+        if self.cell.clock == "eager":
+            return {}
+        can = [e for e in self._ready() if e.path.launched]
+        return {"fused" if e.path.fused else "pair": e for e in reversed(can)}
 
     def _first_call(self, entry: Entry, slot: buffers.Slot) -> None:
         start = time.perf_counter()
@@ -271,7 +281,8 @@ class _Measurement:
         if entry.name == "launch_floor":
             return 0
         q_bytes = None
-        if entry.path and entry.path.output != "none" and entry.lane.seen:
+        path = entry.path or entry.like
+        if path and path.output != "none" and entry.lane.seen:
             q_bytes = sum(t.nbytes for t in clock.tensors(entry.lane.seen[-1][1][0]))
         return buffers.bytes_moved(self.cell, q_bytes)
 
@@ -313,10 +324,6 @@ class _Measurement:
             if copy_us:
                 row["pct_of_limit"] = 100 * copy_us / row["p50_us"]
         return row
-
-
-def _kind(entry: Entry) -> str:
-    return "fused" if entry.path.fused else "pair"
 
 
 def _without_out(call: Callable) -> Callable:

@@ -234,6 +234,7 @@ INTERPRETED = [
     ("mxfp4", Options(rule="round_up"), "fp16", "tiny"),
     ("mxfp4", Options(rule="quark_even"), "bf16", "zero_rows"),
     ("mxfp4", Options(scale_layout="shuffled"), "bf16", "outlier"),
+    ("mxfp4", Options(scale_layout="shuffled"), "fp16", "nonfinite"),
 ]
 """The interpreter takes a second a case, so each value of each option comes once."""
 
