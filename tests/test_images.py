@@ -154,7 +154,7 @@ def test_controls_are_labelled_and_the_launches_of_one_kind_are_told_from_the_ot
     from mlakit.plot_style import path_style
     from mlakit.records import CONTROLS
 
-    figure, axes = plot_style.new("", "", "")
+    _figure, axes = plot_style.new("", "", "")
     rows = timing()
     for name in CONTROLS:
         part = rows[rows["path_ran"] == "copy_limit"].assign(path_ran=name)
