@@ -174,9 +174,9 @@ def here() -> tuple[str, ...]:
     return (*dict.fromkeys(d.arch for d in devices()), "cpu")
 
 
-def of(tensor) -> str:
-    """The arch that a tensor lies on; ``cpu`` in the host's memory."""
-    return "cpu" if tensor.device.type == "cpu" else devices()[tensor.get_device()].arch
+def of(device) -> str:
+    """The arch of a ``torch.device``; ``cpu`` for all that is no GPU."""
+    return devices()[device.index or 0].arch if device.type == "cuda" else "cpu"
 
 
 def default_device() -> str:

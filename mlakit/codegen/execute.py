@@ -6,7 +6,7 @@ reproduced, with idealised reciprocals and roots (hardware may differ by one ulp
 timing, and missing waits or races are not seen. An unknown instruction, an address outside the
 given arrays, or a read of a register that was never written stops the run.
 
-Layout of the launch: LLVM, "User Guide for AMDGPU Backend", sections "Kernel _Descriptor", "Initial
+Layout of the launch: LLVM, "User Guide for AMDGPU Backend", sections "Kernel Descriptor", "Initial
 Kernel Execution State" and "Preloaded Kernel Arguments".
 """
 

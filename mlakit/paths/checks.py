@@ -117,16 +117,18 @@ def plain(q, q_weight, k, k_weight) -> bool:
 
 
 def need_memory(*tensors) -> None:
-    """Refuse what stands for a tensor (fake, sharded): it starts at 0, where a read ends a process.
+    """Refuse what stands for a tensor (fake, sharded, on ``meta``): it starts at 0, where a read
+    ends a process.
 
     Raises:
-        MisuseError: one of them is of a class that torch's operators dispatch on.
+        MisuseError: one of them is of a class that torch's operators dispatch on, or on ``meta``.
     """
     for x in tensors:
-        if type(x).__torch_dispatch__ is not _NO_DISPATCH:
+        dispatches = type(x).__torch_dispatch__ is not _NO_DISPATCH
+        if dispatches or x.is_meta:
             raise MisuseError(
-                f"a {type(x).__name__} has no memory that a kernel could compute on, "
-                "and this path cannot be traced: use torch_native"
+                f"a {type(x).__name__ if dispatches else 'meta tensor'} has no memory that a "
+                "kernel could compute on, and this path cannot be traced: use torch_native"
             )
 
 

@@ -83,7 +83,7 @@ def native_encoding(device: torch.device) -> fp8.Encoding:
     Raises:
         MisuseError: the device has no FP8.
     """
-    arch = "cpu" if device.type != "cuda" else archs.devices()[device.index or 0].arch
+    arch = archs.of(device)
     name = archs.fp8_format(arch)
     if name is None:
         raise MisuseError(f"{arch} has no FP8: name an encoding, fp8_ocp or fp8_fnuz")

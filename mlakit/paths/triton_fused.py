@@ -156,8 +156,7 @@ def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batc
         for a, b, c, s, o in ((*pointers[:3], *strides[::2]), (*pointers[3:], *strides[1::2]))
     ]
     aligned = tuple(start % 16 == 0 for start in starts)
-    on_cpu = q.device.type == "cpu"
-    arch = archs.of(q)
+    arch = archs.of(q.device)
     if config is None:
         config = triton_config.heuristic(
             arch, m, q_width, k_width, dtype, batch_invariant=batch_invariant
@@ -165,7 +164,7 @@ def _first_call(facts, q, q_weight, q_eps, k, k_weight, k_eps, out, config, batc
     problem = triton_config.check(config, arch, q_width, k_width, dtype)
     if problem:
         raise MisuseError(f"config cannot run: {problem}")
-    if on_cpu:
+    if arch == "cpu":
         _interpret(
             config, m, q_rows, q_weight, q_eps, q_out, k_rows, k_weight, k_eps, k_out, aligned
         )
@@ -245,7 +244,7 @@ def launched(early: bool) -> Callable:
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         m, widths = k.numel() // k.shape[-1], (q.shape[-1], k.shape[-1])
-        config = triton_config.heuristic(archs.of(k), m, *widths, DTYPE_NAMES[k.dtype])
+        config = triton_config.heuristic(archs.of(k.device), m, *widths, DTYPE_NAMES[k.dtype])
         config = triton_config.launched(config, early)
         return run(q, q_weight, q_eps, k, k_weight, k_eps, out, config)
 

@@ -279,10 +279,11 @@ def unfused(
     quantised_q, k_out = quantised.outputs(
         quant, (q, q_weight, q_eps, k, k_weight, k_eps), out, options
     )
+    checks.need_memory(q, k)
     normed = quantised_q.unquantised if options.unquantised else None
     if normed is None:
         normed = q.new_empty(q.shape)
-    arch, dtype = archs.of(q), DTYPE_NAMES[q.dtype]
+    arch, dtype = archs.of(q.device), DTYPE_NAMES[q.dtype]
     m, width = q.numel() // q.shape[-1], q.shape[-1]
     first = norms(arch, m, width, k.shape[-1], dtype, early=early)
     second = heuristic(quant, arch, m, width, width, dtype, normalise=False, early=early)
@@ -295,7 +296,7 @@ def fused_launched(quant: str, early: bool) -> Callable:
 
     def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
         m, widths = q.numel() // q.shape[-1], (q.shape[-1], k.shape[-1])
-        config = heuristic(quant, archs.of(q), m, *widths, DTYPE_NAMES[q.dtype], early=early)
+        config = heuristic(quant, archs.of(q.device), m, *widths, DTYPE_NAMES[q.dtype], early=early)
         return fused(quant, q, q_weight, q_eps, k, k_weight, k_eps, out=out, config=config)
 
     return call
@@ -322,7 +323,7 @@ def _launch(
     m = q.shape[0]
     if m == 0:
         return None
-    arch = archs.of(q)
+    arch = archs.of(q.device)
     widths, dtype = (q.shape[1], k.shape[1]), DTYPE_NAMES[q.dtype]
     config = config or heuristic(quant, arch, m, *widths, dtype, normalise=normalise)
     shuffled = quant == "mxfp4" and options.scale_layout == "shuffled"

@@ -169,18 +169,16 @@ def _told_of_lost_workers(client, running: dict) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
-        before: set[str] = set()
-        told: set[str] = set()
+        missed: dict[str, int] = {}
         while not over.wait(_LOOK_S):
             workers = client.scheduler_info(n_workers=-1).get("workers", {}).values()
             needed = {cell.arch for _, cell in list(running.values())}
             lost = needed.difference(*(w["resources"] for w in workers))
-            # Twice in a row: one that was killed is back after some seconds.
-            for arch in sorted((lost & before) - told):
+            missed = {arch: missed.get(arch, 0) + 1 for arch in lost}
+            # The second look in a row: one that was killed is back after some seconds.
+            for arch in (arch for arch, looks in missed.items() if looks == 2):
                 said = f"no dask worker offers {arch} any more: start one, or end the sweep"
                 print(f"waiting: {said} (what was measured is kept)", file=sys.stderr, flush=True)
-            told = lost & (told | before)
-            before = lost
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

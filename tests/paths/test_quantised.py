@@ -224,6 +224,15 @@ def test_split_views_count_as_aligned_and_odd_starts_do_not():
             )
 
 
+@pytest.mark.parametrize("name", ["triton_fused", "cpu_fused", "triton_mxfp4", "unfused_mxfp4"])
+def test_a_meta_tensor_is_no_input_of_a_kernel(name):
+    pytest.importorskip("triton")
+    x = inputs.make(3, DEEPSEEK, seed=2)
+    given = [a.to("meta") if torch.is_tensor(a) else a for a in x.args]
+    with pytest.raises(MisuseError, match="a meta tensor has no memory"):
+        registry.get(name).call(*given)
+
+
 INTERPRETED = [
     ("fp8_group128", Options(encoding="fp8_ocp"), "bf16", "outlier"),
     ("fp8_group128", Options(encoding="fp8_fnuz", scale_layout="transposed"), "fp32", "heavy"),
