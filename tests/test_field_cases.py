@@ -254,23 +254,25 @@ def test_timed_inputs_are_random_and_differ_between_slots():
     assert not torch.equal(q[0], q[1])
 
 
-def test_a_slow_first_call_has_a_column_of_its_own(monkeypatch, tmp_path):
+@pytest.mark.parametrize("layout", ["split", "split_out"])
+def test_a_slow_first_call_has_a_column_of_its_own(monkeypatch, tmp_path, layout):
     seen = set()
     monkeypatch.setattr(guard, "_cpu_cache_bytes", lambda: 1 << 20)
     monkeypatch.setenv("MLAKIT_LOCK_DIR", str(tmp_path))
 
     def lazy(q, *rest, out=None):
-        if q.shape not in seen:
-            seen.add(q.shape)
+        if (out is None) not in seen:
+            seen.add(out is None)
             time.sleep(0.4)
-        return registry.get("torch_rms_norm").call(q, *rest)
+        return registry.get("torch_rms_norm").call(q, *rest, out=out)
 
     made = replace(registry.get("torch_rms_norm"), name="lazy", call=lazy)
     real = registry.get
     monkeypatch.setattr(registry, "get", lambda name: made if name == "lazy" else real(name))
-    cell = Cell("cpu", 4, 96, 32, ("lazy", "torch_native"), budget_s=0.2)
+    cell = Cell("cpu", 4, 96, 32, ("lazy", "torch_native"), layout=layout, budget_s=0.2)
     rows = measure.measure_cell(cell, device="cpu", run={}).rows
     row = next(r for r in rows if r["path_requested"] == "lazy")
+    assert seen == {layout == "split"}, "built as it is timed, and nothing else"
     assert row["status"] == "ok", row
     assert row["first_call_s"] >= 0.4
     assert row["p50_us"] < 100_000
