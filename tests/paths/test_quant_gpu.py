@@ -5,7 +5,7 @@ import torch
 from quant_oracle import assert_faithful
 
 from mlakit import archs, inputs
-from mlakit.formats import fp8
+from mlakit.formats import fp8, mxfp4
 from mlakit.paths import quantised, registry, triton_fused, triton_quant, triton_quant_config
 from mlakit.paths.quantised import Options, QuantisedQ
 from mlakit.shapes import Widths
@@ -26,6 +26,9 @@ CASES = [
     ("mxfp4", Options(rule="ocp_floor", unquantised=True)),
     ("mxfp4", Options(rule="round_up", scale_layout="shuffled")),
 ]
+
+
+ENCODED = {q: Options(encoding=None if q == "mxfp4" else "fp8_ocp") for q in QUANTS}
 
 
 def on_cpu(got):
@@ -53,6 +56,29 @@ def test_faithful_to_float64(quant, options, dtype, family):
     assert_faithful(quant, on_cpu(got), x.q, x.q_weight, x.q_eps, options)
     plain = triton_fused.call(*card.args)[1]
     assert torch.equal(plain.view(torch.uint8), k_out.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("q_width", [128, 3072, 16384])
+@pytest.mark.parametrize("m", [3, 600, 5000])
+def test_other_widths_are_faithful(quant, q_width, m):
+    x = inputs.make(m, Widths(q_width, 96), seed=m)
+    card = [a.cuda() if torch.is_tensor(a) else a for a in x.args]
+    got, _ = registry.get(f"triton_{quant}").call(*card, options=ENCODED[quant])
+    few = slice(max(0, m - 60), m)
+    part = QuantisedQ(got.values[few].cpu(), got.scale[few].cpu(), None)
+    assert_faithful(quant, part, x.q[few], x.q_weight, x.q_eps, ENCODED[quant])
+
+
+@pytest.mark.parametrize("q_width", [96, 1568])
+def test_padding_of_shuffled_scales_is_zero_beside_a_row_of_nan(q_width):
+    x = inputs.make(33, Widths(q_width, 96), seed=4, device="cuda")
+    x.buffer[[2, 32]] = float("nan")
+    options = Options(scale_layout="shuffled")
+    got, _ = triton_quant.fused("mxfp4", *x.args, options=options)
+    plain = quantised.plain_scale("mxfp4", got, options)
+    assert torch.equal(got.scale, mxfp4.shuffle_scale(plain))
+    assert (plain == 255).all(1).nonzero().flatten().tolist() == [2, 32]
 
 
 @pytest.mark.parametrize("quant", QUANTS)
