@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -27,9 +29,9 @@ class ExitCode(IntEnum):
 class MisuseError(ValueError):
     """What was asked for cannot be; the message is one line and says what to do instead."""
 
-    def __init__(self, text: str) -> None:
+    def __str__(self) -> str:
         # it quotes what a person or a file gave, and that may have lines
-        super().__init__(" ".join(str(text).splitlines()))
+        return " ".join(super().__str__().splitlines())
 
 
 class RefusedError(RuntimeError):
@@ -38,12 +40,12 @@ class RefusedError(RuntimeError):
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> MisuseError:
     """A ``MisuseError`` for a name outside ``known``, with the nearest match when there is one."""
-    names = sorted(str(k) for k in known)
-    near = difflib.get_close_matches(
-        str(given).lower(), [n.lower() for n in names], n=1, cutoff=0.5
-    )
-    by_lower = {n.lower(): n for n in names}
-    hint = f"did you mean {by_lower[near[0]]!r}? " if near else ""
+    names = sorted(str(k) for k in known if k != "")
+    by_lower, asked = {n.lower(): n for n in names}, str(given).lower()
+    near = [n for n in by_lower if asked and n.startswith(asked)]
+    if not 0 < len(near) <= 3:  # what many begin with says as little as what none does
+        near = difflib.get_close_matches(asked, list(by_lower), n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(by_lower[n]) for n in near)}? " if near else ""
     return MisuseError(f"unknown {kind} {given!r}: {hint}known: {', '.join(names)}")
 
 
@@ -83,3 +85,24 @@ def check_limit(name: str, seconds: float) -> None:
     """
     if not 0 < seconds <= 1e6:
         raise MisuseError(f"{name} is {seconds!r}: give seconds above 0, to 1e6")
+
+
+_MISNAMED = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
+"""what the system says of a file or folder that a person named"""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def unforeseen(error: Exception) -> tuple[str, ExitCode]:
+    """One line for an error that ends a command, and its code: Python's 1 would be "regression".
+
+    Its traceback is printed, but for a file that was misnamed and for a full disk.
+    """
+    number = getattr(error, "errno", None)
+    if isinstance(error, OSError) and number in _MISNAMED:
+        return f"{error.filename or 'a file'}: {error.strerror}", ExitCode.MISUSE
+    if number not in _FULL:
+        traceback.print_exception(error)
+    return f"{one_line(error)}; what was measured is kept", ExitCode.FAILED

@@ -62,7 +62,7 @@ def make(
         q, k = q.contiguous(), k.contiguous()
     w_dtype = TORCH_DTYPES[weight_dtype or dtype]
     q_weight, k_weight = (
-        (1 + 0.25 * torch.randn(n, generator=generator)).to(w_dtype).to(device)
+        (1 + 0.25 * torch.randn(n, generator=generator, dtype=torch.float32)).to(w_dtype).to(device)
         for n in (widths.q_lora_rank, widths.kv_lora_rank)
     )
     q_eps, k_eps = eps if isinstance(eps, tuple) else (eps, eps)
@@ -72,7 +72,7 @@ def make(
 def _rows(m: int, n: int, family: str, generator: torch.Generator) -> torch.Tensor:
     """(M, N) float32 of the named family."""
     one_of("input family", FAMILIES, family)
-    x = 0.7 * torch.randn(m, n, generator=generator)
+    x = 0.7 * torch.randn(m, n, generator=generator, dtype=torch.float32)
     if family == "outlier":
         x[:, torch.randperm(n, generator=generator)[: max(1, n // 128)]] *= 1e4
     elif family == "tiny":
@@ -80,9 +80,9 @@ def _rows(m: int, n: int, family: str, generator: torch.Generator) -> torch.Tens
     elif family == "large":
         x *= 1e3
     elif family == "heavy":
-        x /= torch.rand(m, n, generator=generator).clamp_min(1e-3).sqrt()
+        x /= torch.rand(m, n, generator=generator, dtype=torch.float32).clamp_min(1e-3).sqrt()
     elif family == "sparse":
-        x *= torch.rand(m, n, generator=generator) < 0.05
+        x *= torch.rand(m, n, generator=generator, dtype=torch.float32) < 0.05
     elif family == "zero_rows":
         x[::2] = 0
     elif family == "nonfinite" and m:

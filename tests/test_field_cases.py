@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -318,6 +319,14 @@ def test_an_overlap_is_told_from_neighbouring_columns():
     checks.refuse_overlap({"a": big[:, :8], "b": big[:, 8:12]}, *made.args[:2], *made.args[3:5])
     with pytest.raises(MisuseError, match="b overlaps a"):
         checks.refuse_overlap({"a": big[:, :8], "b": big[:, 7:11]}, *made.args[:2], *made.args[3:5])
+    # Ranks above 2 likewise; and one memory may be under storages that start apart.
+    cube = torch.zeros(2, 2, 12)
+    x = [torch.zeros(2, 2, 8), torch.ones(8), torch.zeros(2, 2, 4), torch.ones(4)]
+    checks.refuse_overlap({"a": cube[..., :8], "b": cube[..., 8:]}, *x)
+    memory = np.zeros(64, np.float32)
+    x[0], y = (torch.from_numpy(memory[at : at + 32]).view(2, 2, 8) for at in (0, 16))
+    with pytest.raises(MisuseError, match="a overlaps q"):
+        checks.refuse_overlap({"a": y}, *x)
 
 
 # ---- F30: two clocks, and figures that are mostly launch

@@ -77,3 +77,19 @@ def test_every_public_name_is_used_outside_the_tests():
                 f"{relative(file)}: {n}" for n in names if not n.startswith("_") and words[n] < 2
             ]
     assert not unused
+
+
+TAKE_THE_DEFAULT_DTYPE = {"empty", "zeros", "ones", "randn", "rand", "linspace", "tensor"}
+
+
+def test_no_tensor_takes_the_default_dtype():
+    """Engines change it while they load a model; figures and scales must not change with it."""
+    bare = []
+    for file in LIBRARY:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+                continue
+            given = {keyword.arg for keyword in node.keywords} & {"dtype", None}
+            if node.func.attr in TAKE_THE_DEFAULT_DTYPE and not given:
+                bare.append(f"{relative(file)}:{node.lineno}: {ast.unparse(node)[:70]}")
+    assert not bare

@@ -204,6 +204,7 @@ vars(_operator_runs)["_dynamo_marked_constant"] = True
 
 
 def _traced(q, q_weight, q_eps, k, k_weight, k_eps, path, quant, out):
+    checks.check(q, q_weight, q_eps, k, k_weight, k_eps)
     if path not in (None, "torch_rms_norm", "triton_fused") or quant != "none":
         raise RefusedError(f"{path or quant} cannot be traced by torch.compile: call it outside")
     if path != "torch_rms_norm" and q.is_cuda and out is None and _operator_runs():
@@ -260,6 +261,8 @@ def _not_for_cpu_fused(q, q_weight, q_eps, k, k_weight, k_eps) -> str | None:
     """What a context does not say of a call and the CPU kernel cannot serve."""
     if q_weight.dtype is not k_weight.dtype:
         return "it wants both weights of one dtype"
+    if checks.negated(q, q_weight, k, k_weight):
+        return checks.NEGATED
     try:
         checks.as_rows(q, "q"), checks.as_rows(k, "k")
     except MisuseError as error:
@@ -334,6 +337,10 @@ def _after_failure(kind: _Kind, error: Exception) -> _Kind:
     if memory or poisoned or isinstance(error, MisuseError):
         raise error
     if kind.context is None or kind.ran.requested is not None:
+        raise error
+    # Where a gradient is wanted torch's operators run, through which others' hooks may raise:
+    # checkpointing stops a recomputation that way.
+    if kind.context.requires_grad:
         raise error
     why = f"it failed: {one_line(error)}"
     following = _next(kind.context, kind.tried, why, kind.ran.policy, kind.strict, failed=kind.ran)

@@ -34,8 +34,8 @@ def probe(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(1, 128, (m, n), generator=generator).float()
     x *= torch.randint(0, 2, (m, n), generator=generator) * 2 - 1
-    x *= torch.tensor(_SCALES).repeat(-(-m // len(_SCALES)))[:m, None]
-    weight = 1 + 0.25 * torch.randn(n, generator=generator)
+    x *= torch.tensor(_SCALES, dtype=torch.float32).repeat(-(-m // len(_SCALES)))[:m, None]
+    weight = 1 + 0.25 * torch.randn(n, generator=generator, dtype=torch.float32)
     kind = TORCH_DTYPES[dtype]
     return x.to(kind).to(device), weight.to(kind).to(device)
 
@@ -182,7 +182,7 @@ def _mean_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(1, 128, (1, 96), generator=generator).float()
     total = x.square().sum()
-    third = torch.tensor(1 / 96)
+    third = torch.tensor(1 / 96, dtype=torch.float32)
     plain = total * third
     ulp = float(torch.nextafter(plain, plain * 2) - plain)
     eps = -(float(plain) - 8 * ulp)
@@ -204,7 +204,7 @@ def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
     variance and adds the mean's square.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = 1 + torch.rand(1, 2, generator=generator)
+    x = 1 + torch.rand(1, 2, generator=generator, dtype=torch.float32)
     whole = x.double().square()[0]
     a, b = (float(v) for v in whole)
     fa, fb = (float(v) for v in whole.float())

@@ -120,7 +120,7 @@ def divergence(
     made = [mla.random_layer(DIMS, generator, dtype, _GAIN) for _ in range(layers)]
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     hidden, head = normal(tokens, DIMS.hidden_size), normal(VOCABULARY, DIMS.hidden_size)
     step_a, step_b = step_of(a), step_of(b)

@@ -38,8 +38,8 @@ def field_findings() -> pd.DataFrame:
     About 1 s on one core.
     """
     generator = torch.Generator().manual_seed(0)
-    x = (0.7 * torch.randn(256, 1536, generator=generator)).bfloat16()
-    w = (1 + 0.25 * torch.randn(1536, generator=generator)).bfloat16()
+    x = (0.7 * torch.randn(256, 1536, generator=generator, dtype=torch.float32)).bfloat16()
+    w = (1 + 0.25 * torch.randn(1536, generator=generator, dtype=torch.float32)).bfloat16()
     kinds = (_orders, _eps, _longcat, _reductions, _formats)
     return pd.DataFrame([row for rows in kinds for row in rows(x, w)], columns=COLUMNS)
 
@@ -108,13 +108,13 @@ def _longcat(x, w) -> list[dict]:
 def _reductions(x, w) -> list[dict]:
     """Wave size as reduction order, and FP fusion in mean + eps; float32 sums, one rounding."""
     want, n = oracle(x, w, 1e-6), x.shape[-1]
-    eps, inverse = torch.tensor(1e-6), torch.tensor(1 / n)
+    eps, inverse = (torch.tensor(x, dtype=torch.float32) for x in (1e-6, 1 / n))
 
     def finish(variance):
         return (x.float() * variance.double().rsqrt().float() * w.float()).bfloat16()
 
     def total(lanes):
-        partial = torch.zeros(len(x), lanes)
+        partial = torch.zeros(len(x), lanes, dtype=torch.float32)
         for part in x.float().square().split(lanes, -1):
             partial[:, : part.shape[1]] += part
         while partial.shape[1] > 1:

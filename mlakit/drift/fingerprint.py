@@ -197,7 +197,7 @@ def _not_exact(fn, x, weight, got, best: Recipe, share: float, evidence, dtype) 
         exact = recipe.scale(x, EPS).double()
         error = float((found.mean(-1, keepdim=True) / exact - 1).abs().nan_to_num(0).max())
         ordered = bool(((found[:, 0] > moved[:, 1]) | (moved[:, 0] > found[:, 1])).any())
-        off = f"s up to 2**{torch.tensor(error).log2().item():.1f} off"
+        off = f"s up to 2**{torch.tensor(error, dtype=torch.float32).log2().item():.1f} off"
         evidence.append(
             f"free scale: {recipe.name} fits every row; {off}; "
             f"permuting a row {'moves' if ordered else 'does not move'} s"
@@ -254,7 +254,9 @@ def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[st
     if dtype == "fp32":
         return "float32 like the input", "", "weight: one dtype only"
     generator = torch.Generator().manual_seed(2)
-    weight = (1 + 0.25 * torch.randn(x.shape[-1], generator=generator)).to(device)
+    weight = (1 + 0.25 * torch.randn(x.shape[-1], generator=generator, dtype=torch.float32)).to(
+        device
+    )
     try:
         got = fn(x, weight, EPS)
     except Exception as error:

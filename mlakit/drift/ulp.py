@@ -70,6 +70,7 @@ def ulps(got: torch.Tensor, want64: torch.Tensor) -> torch.Tensor:
     """
     nearest = round_to(want64, got.dtype)
     distance = (order(got) - order(nearest)) * torch.where(nearest < 0, -1, 1)
+    distance = torch.where(nearest == 0, distance.abs(), distance)
     both_nan = got.isnan() & nearest.isnan()
     wrong = _wrong_class(got, nearest)
     whole = torch.full_like(distance, 1 << (8 * got.element_size()))

@@ -123,8 +123,8 @@ def empty_scale(
     if layout not in SCALE_LAYOUTS:
         raise unknown("scale layout", layout, SCALE_LAYOUTS)
     if layout == "strided":
-        return torch.empty(groups, m, device=device).t()
-    return torch.empty(m, groups, device=device)
+        return torch.empty(groups, m, dtype=torch.float32, device=device).t()
+    return torch.empty(m, groups, dtype=torch.float32, device=device)
 
 
 def by_row(scale: torch.Tensor, layout: str) -> torch.Tensor:

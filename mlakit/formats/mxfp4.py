@@ -108,7 +108,7 @@ def dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(M, N) float32 of (M, N/2) packed values and (M, N/32) plain scale bytes."""
     m, groups = scale.shape
     codes = unpack(packed).int()
-    table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=packed.device)
+    table = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float32, device=packed.device)
     return (table[codes].view(m, groups, GROUP) * decode_scale(scale).unsqueeze(-1)).view(m, -1)
 
 

@@ -337,7 +337,9 @@ def random_layer(
         return weight.normal_(0, times * fan_in**-0.5, generator=generator)
 
     def norm(n: int) -> torch.Tensor:
-        return (1 + 0.25 * torch.randn(n, generator=generator, device=device)).to(dtype)
+        return (
+            1 + 0.25 * torch.randn(n, generator=generator, device=device, dtype=torch.float32)
+        ).to(dtype)
 
     d = dims
     return Layer(

@@ -182,11 +182,11 @@ def train(steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 def _start(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if len(shape) == 1:
-        return torch.ones(shape).requires_grad_()
+        return torch.ones(shape, dtype=torch.float32).requires_grad_()
     size = 1.0 if name == "embedding" else shape[-1] ** -0.5
     if name.endswith((".o", ".down")):
         size /= 2
-    return (torch.randn(shape, generator=generator) * size).requires_grad_()
+    return (torch.randn(shape, generator=generator, dtype=torch.float32) * size).requires_grad_()
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:

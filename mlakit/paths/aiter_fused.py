@@ -88,7 +88,10 @@ def _trusted(device: torch.device) -> aiter_api.Api:
         outs = [torch.full_like(t, float("nan")).contiguous() for t in (q, k)]
         got = api.call(q, weights[0], 1e-6, k, weights[1], 1e-6, *outs)
         known = zip("qk", got, (_KNOWN_Q, _KNOWN_K), strict=True)
-        return [(name, y.float().cpu(), torch.tensor(want)) for name, y, want in known]
+        return [
+            (name, y.float().cpu(), torch.tensor(want, dtype=torch.float32))
+            for name, y, want in known
+        ]
 
     return aiter_api.proven("aiter_fused", device, aiter_api.load, answers)
 

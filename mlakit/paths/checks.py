@@ -15,6 +15,7 @@ from mlakit.errors import MisuseError
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _GUARDS = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+NEGATED = "a tensor is a negated view, whose memory holds the other signs"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -111,25 +112,34 @@ def plain(q, q_weight, k, k_weight) -> bool:
         and type(k) is torch.Tensor
         and type(q_weight).__torch_dispatch__ is _NO_DISPATCH
         and type(k_weight).__torch_dispatch__ is _NO_DISPATCH
+        and not negated(q, q_weight, k, k_weight)
         and unwatched()
         and not _backward_wanted(q, q_weight, k, k_weight)
     )
 
 
+def negated(q, q_weight, k, k_weight) -> bool:
+    """Whether one of them is a view whose signs are turned only when it is read through torch."""
+    return q.is_neg() or k.is_neg() or q_weight.is_neg() or k_weight.is_neg()
+
+
 def need_memory(*tensors) -> None:
-    """Refuse what stands for a tensor (fake, sharded, on ``meta``): it starts at 0, where a read
-    ends a process.
+    """Refuse what stands for a tensor (fake, sharded, on ``meta``, zero without memory): it starts
+    at 0, where a read ends a process; and one whose memory holds other signs than it has.
 
     Raises:
-        MisuseError: one of them is of a class that torch's operators dispatch on, or on ``meta``.
+        MisuseError: one of them is such, or of a class that torch's operators dispatch on.
     """
     for x in tensors:
         dispatches = type(x).__torch_dispatch__ is not _NO_DISPATCH
-        if dispatches or x.is_meta:
+        if dispatches or x.is_meta or x._is_zerotensor():
+            what = type(x).__name__ if dispatches else "meta tensor" if x.is_meta else "zero tensor"
             raise MisuseError(
-                f"a {type(x).__name__ if dispatches else 'meta tensor'} has no memory that a "
-                "kernel could compute on, and this path cannot be traced: use torch_native"
+                f"a {what} has no memory that a kernel could compute on, and this path cannot be "
+                "traced: use torch_native"
             )
+        if x.is_neg():
+            raise MisuseError(f"{NEGATED}: give its resolve_neg(), or use torch_native")
 
 
 def derivative_wanted(q, q_weight, k, k_weight) -> bool:
@@ -161,6 +171,7 @@ def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
     need_memory(q, q_weight, k, k_weight, *(out or ()))
+    written(*(out or ()))
     if derivative_wanted(q, q_weight, k, k_weight):
         raise MisuseError(
             "a gradient is wanted but this path has no backward: "
@@ -261,7 +272,33 @@ def _check_out(q, q_weight, k, k_weight, out) -> None:
                 f"out[{i}] is {tuple(y.shape)} {y.dtype} on {y.device}: "
                 f"give {tuple(like.shape)} {like.dtype} on {like.device}"
             )
+    refuse_unwritable({"out[0]": out[0], "out[1]": out[1]})
     refuse_overlap({"out[0]": out[0], "out[1]": out[1]}, q, q_weight, k, k_weight)
+
+
+def refuse_unwritable(outputs: dict[str, torch.Tensor]) -> None:
+    """Refuse an output that torch would not write into either.
+
+    Raises:
+        MisuseError: one of them wants a gradient, was made in inference mode and is given outside,
+            or has several elements in one place.
+    """
+    for name, y in outputs.items():
+        if y.requires_grad and torch.is_grad_enabled():
+            raise MisuseError(f"{name} wants a gradient: give its detach(), or use torch.no_grad()")
+        if y.is_inference() and not torch.is_inference_mode_enabled():
+            raise MisuseError(f"{name} was made in inference mode: give one made outside")
+        if 0 in y.stride() and any(
+            n > 1 and not s for n, s in zip(y.shape, y.stride(), strict=True)
+        ):
+            raise MisuseError(f"{name} is an expanded view, rows in one place: give clone()")
+
+
+def written(*outputs: torch.Tensor) -> None:
+    """Tell autograd that a kernel writes into them, as torch's own operators do."""
+    for y in outputs:
+        if not y.is_inference():
+            torch.autograd.graph.increment_version(y)
 
 
 def refuse_overlap(outputs: dict[str, torch.Tensor], q, q_weight, k, k_weight) -> None:
@@ -270,9 +307,14 @@ def refuse_overlap(outputs: dict[str, torch.Tensor], q, q_weight, k, k_weight) -
     Raises:
         MisuseError: it names the two.
     """
-    held = {x.untyped_storage().data_ptr() for x in (q, q_weight, k, k_weight)}
-    own = {y.untyped_storage().data_ptr() for y in outputs.values()}
-    if len(own) == len(outputs) and held.isdisjoint(own):
+    # Storages that start apart may still be one memory: arrays of others, shared with torch.
+    held = [_storage_span(x) for x in (q, q_weight, k, k_weight)]
+    for y in outputs.values():
+        own = _storage_span(y)
+        if any(own[0] < end and start < own[1] for start, end in held):
+            break
+        held.append(own)
+    else:
         return
     others = {"q": q, "k": k, "q's weight": q_weight, "k's weight": k_weight}
     for name, y in outputs.items():
@@ -280,6 +322,12 @@ def refuse_overlap(outputs: dict[str, torch.Tensor], q, q_weight, k, k_weight) -
             if _overlap(y, x):
                 raise MisuseError(f"{name} overlaps {other} in memory: give it memory of its own")
         others[name] = y
+
+
+def _storage_span(x: torch.Tensor) -> tuple[int, int]:
+    storage = x.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
@@ -296,6 +344,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
     if a_end <= b_start or b_end <= a_start:
         return False
+    with contextlib.suppress(MisuseError):
+        a, b = as_rows(a, "a"), as_rows(b, "b")
     item = a.element_size()
     if (
         a.ndim == b.ndim == 2

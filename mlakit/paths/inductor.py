@@ -15,7 +15,8 @@ from mlakit.paths.torch_native import norm32
 
 
 def _pair(q, q_weight, q_eps, k, k_weight, k_eps):
-    return norm32(q, q_weight, q_eps).to(q.dtype), norm32(k, k_weight, k_eps).to(k.dtype)
+    q_out = norm32(q, q_weight, q_eps).to(q.dtype)
+    return q_out.contiguous(), norm32(k, k_weight, k_eps).to(k.dtype).contiguous()
 
 
 def _pair_into(q, q_weight, q_eps, k, k_weight, k_eps, q_out, k_out):

@@ -13,7 +13,14 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.errors import MisuseError, unknown
 from mlakit.formats import fp8, mxfp4
-from mlakit.paths.checks import check, current, derivative_wanted, refuse_overlap
+from mlakit.paths.checks import (
+    check,
+    current,
+    derivative_wanted,
+    refuse_overlap,
+    refuse_unwritable,
+    written,
+)
 from mlakit.rounding import oracle, round_to
 
 
@@ -148,7 +155,13 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
         raise MisuseError("a gradient is wanted and quantising has none: use torch.no_grad()")
     if out is None:
         return empty(quant, q, options), k.new_empty(k.shape)
-    quantised, k_out = QuantisedQ(*out[0]), out[1]
+    try:
+        of_q, k_out = out
+        quantised = QuantisedQ(*of_q) if isinstance(of_q, tuple) else None
+    except (TypeError, ValueError):
+        quantised = None
+    if quantised is None:
+        raise MisuseError("out must be a pair: what quantised.empty makes of q, and one like k")
     (shape, dtype), scale = _shapes(quant, q, options)
     wanted = [("values", quantised.values, shape, dtype), ("scale", quantised.scale, *scale)]
     wanted.append(("k", k_out, tuple(k.shape), k.dtype))
@@ -157,7 +170,7 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
     for name, tensor, shape, dtype in wanted:
         strided = name == "scale" and options.scale_layout == "strided"
         if (
-            tensor is None
+            not isinstance(tensor, torch.Tensor)
             or (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, dtype, q.device)
             or not (tensor.t() if strided else tensor).is_contiguous()
         ):
@@ -165,7 +178,9 @@ def outputs(quant, arguments, out, options) -> tuple[QuantisedQ, torch.Tensor]:
                 f"out's {name} must be {shape} {dtype} on {q.device}, as quantised.empty makes it"
             )
     given = {f"out's {name}": tensor for name, tensor, *_ in wanted}
+    refuse_unwritable(given)
     refuse_overlap(given, q, q_weight, k, k_weight)
+    written(*given.values())
     return out
 
 

@@ -27,8 +27,8 @@ def call(q, q_weight, q_eps, k, k_weight, k_eps, *, out=None):
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
     if out is None:
-        q_out = norm32(q, q_weight, q_eps).to(q.dtype, memory_format=torch.contiguous_format)
-        return q_out, norm32(k, k_weight, k_eps).to(k.dtype, memory_format=torch.contiguous_format)
+        q_out = norm32(q, q_weight, q_eps).to(q.dtype)
+        return q_out.contiguous(), norm32(k, k_weight, k_eps).to(k.dtype).contiguous()
     # The copy is the one cast, so a given output costs no further pass.
     out[0].copy_(norm32(q, q_weight, q_eps))
     out[1].copy_(norm32(k, k_weight, k_eps))

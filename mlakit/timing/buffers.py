@@ -123,7 +123,7 @@ class Ring:
             slab.fill_(float("nan"))
 
     def _powers(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        powers = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])
+        powers = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0], dtype=torch.float32)
         picked = powers[torch.randint(6, (count,), generator=generator)]
         return picked.to(self._data[0].dtype).to(self.device)
 

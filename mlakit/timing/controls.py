@@ -73,7 +73,7 @@ def floor_call(clock_name: str, device: str) -> Callable:
         return lambda *args, out=None: None
     if _HAS_TRITON and clock_name != "eager":
         return empty_triton
-    one = torch.zeros(1, device=device)
+    one = torch.zeros(1, device=device, dtype=torch.float32)
     return lambda *args, out=None: one.zero_()
 
 

@@ -17,6 +17,12 @@ def _case(dtype=torch.bfloat16, m=64, n=256):
     return x, w, oracle(x, w, 1e-6)
 
 
+def test_from_a_zero_every_error_is_away():
+    got = torch.tensor([-1e-45, 1e-45, -0.0, 1e-45, -1.0], dtype=torch.float32)
+    want = torch.tensor([0.0, -0.0, 0.0, -1e-60, -1.0], dtype=torch.float64)
+    assert ulps(got, want).tolist() == [1, 1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_order_counts_every_representable_value(dtype):
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -276,3 +276,16 @@ def test_many_widths_never_end_in_eager_execution(path):
     for width in range(8, 17):
         path.call(*inputs.make(1, Widths(width, 4)).args)
     assert graphs() == start + 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_contiguous_whatever_the_inputs_are(path, dtype):
+    if path.name == "cpu_fused":
+        pytest.skip("it refuses rows of another inner stride than 1")
+    weights = torch.ones(96, dtype=dtype), torch.ones(32, dtype=dtype)
+    for q, k in (
+        (torch.randn(2, 96, 3).transpose(1, 2), torch.randn(2, 32, 3).transpose(1, 2)),
+        (torch.randn(96, 5).t(), torch.randn(32, 5).t()),
+    ):
+        result = path.call(q.to(dtype), weights[0], 1e-6, k.to(dtype), weights[1], 1e-6)
+        assert all(y.is_contiguous() for y in result)
