@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mlakit.errors import one_of
+from mlakit.errors import MisuseError, one_of
 from mlakit.shapes import Widths
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,8 +50,14 @@ def make(
     projection; ``contiguous``: each has memory of its own.
 
     Raises:
-        MisuseError: unknown dtype, family or layout.
+        MisuseError: unknown dtype, family or layout; widths that are none; no number of rows.
     """
+    if not isinstance(widths, Widths):
+        raise MisuseError(
+            f"widths is {widths!r}: give Widths, for example parse_hidden('1536+512')"
+        )
+    if not hasattr(m, "__index__") or m < 0:
+        raise MisuseError(f"m is {m!r}: give a whole number of rows, 0 or more")
     one_of("dtype", TORCH_DTYPES, dtype)
     one_of("layout", ("split", "contiguous"), layout)
     generator = torch.Generator().manual_seed(seed)

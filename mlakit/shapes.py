@@ -100,6 +100,8 @@ def parse_hidden(text: str) -> Widths:
     Raises:
         MisuseError: neither three numbers, two numbers, nor a known model.
     """
+    if not isinstance(text, str):
+        raise MisuseError(f"hidden is {text!r}: write q+kv, for example '1536+512'")
     parts = text.split("+")
     if len(parts) in (2, 3) and all(p.strip().isdecimal() for p in parts):
         q, kv, *rope = (int(p) for p in parts)

@@ -8,6 +8,7 @@ from mlakit import archs
 from mlakit.context import Context
 from mlakit.dispatch import policies, probe
 from mlakit.dispatch.choice import OUTSIDE, RAISES, Choice
+from mlakit.errors import MisuseError
 from mlakit.paths import registry
 
 
@@ -68,6 +69,10 @@ def explain(context: Context, policy: str = "mlakit") -> Explanation:
         MisuseError: unknown policy, switch or requested path.
         RefusedError: the context's requested path cannot run.
     """
+    if not isinstance(context, Context):
+        raise MisuseError(
+            f"context is {context!r}: give a Context, for example Context(arch='gfx950')"
+        )
     choice = policies.choose(context, policy)
     verdicts = [_verdict(context, choice, name) for name in registry.names()]
     if choice.path in OUTSIDE:

@@ -59,7 +59,10 @@ def ordered(c: Context) -> Choice:
         if path.fused and not (path.splits_from_m and c.m >= path.splits_from_m):
             return made(path.name, f"one launch for both norms on {c.arch}")
     if not paths:
-        return made(RAISES, f"no path delivers {c.quant} on {c.arch} here")
+        # Torch's own operators ask least of their arguments: their reason is the one to mend.
+        least = max(_candidates(c), key=lambda p: p.launches, default=None)
+        why = f" ({least.supports(c)})" if least and least.supports(c) else ""
+        return made(RAISES, f"no path delivers {c.quant} on {c.arch} here{why}")
     fused = [p for p in _candidates(c) if p.fused]
     if c.quant == "none":
         fused = [p for p in fused if p.name in _FUSED[c.vendor]]

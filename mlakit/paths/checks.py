@@ -29,9 +29,9 @@ def unquantised(context: Context) -> str | None:
 def kernel_limits(context: Context) -> str | None:
     """What ``prepare`` will refuse: an inner stride, a gradient, a quantised q."""
     if context.layout == "inner_strided":
-        return "inner stride is not 1: this kernel walks rows of unit inner stride"
+        return "inner stride is not 1, this kernel wants 1: give contiguous()"
     if context.requires_grad:
-        return "a gradient is wanted and this kernel has no backward"
+        return "a gradient is wanted and this kernel has no backward: torch.no_grad() does without"
     return unquantised(context)
 
 
@@ -250,7 +250,7 @@ def _explain(q, q_weight, q_eps, k, k_weight, k_eps) -> None:
                     f"{what} is on {tensor.device} and q on {q.device}: give all on one device"
                 )
         try:
-            fits = bool(eps >= 0)
+            fits = bool(eps >= 0) and not isinstance(eps, bool)
         except (TypeError, ValueError, RuntimeError):  # of many numbers, none that holds for all
             fits = False
         if not fits:

@@ -301,11 +301,13 @@ def _write_index(report: Report, summary: dict, unjudged: pd.DataFrame, footer: 
 
 
 def _unjudged(rows: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    frames = [
-        chapters.not_run(part).assign(kind=kind, arch=arch)
-        for kind, frame in rows.items()
-        for arch, part in frame.groupby("arch", sort=False)
-    ]
+    frames = []
+    for kind, frame in rows.items():
+        for arch, part in frame.groupby("arch", sort=False):
+            # A card that is not here has both: a row that was skipped, and what was emulated.
+            emulated = part.loc[part["evidence"].eq("emulated") & part["status"].eq("ok")]
+            twice = part["path_requested"].isin(emulated["path_ran"]) & part["status"].eq("skipped")
+            frames.append(chapters.not_run(part[~twice]).assign(kind=kind, arch=arch))
     columns = "arch kind path status reason batches".split()
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame()
 

@@ -58,3 +58,13 @@ def test_errors():
         explain(Context(), "sglang")
     with pytest.raises(RefusedError, match="AMD cards only"):
         explain(Context(requested="aiter_fused"))
+
+
+def test_what_is_no_context_is_said():
+    with pytest.raises(MisuseError, match="give a Context"):
+        explain("gfx950")
+
+
+def test_where_no_path_delivers_the_width_is_named():
+    reason = explain(Context(quant="mxfp4", q_lora_rank=40)).choice.reason
+    assert reason.startswith("no path delivers mxfp4 on cpu here (q is 40 wide")

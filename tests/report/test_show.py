@@ -5,7 +5,7 @@ import pytest
 from timing_rows import row
 
 from mlakit.errors import MisuseError
-from mlakit.report import chapters, show
+from mlakit.report import build, chapters, show
 
 
 def test_tables_escape_what_they_print():
@@ -56,12 +56,21 @@ def test_an_absent_arch_gets_a_reason_instead_of_a_number():
 
 def test_paths_that_drift_alike_share_a_sentence():
     base = {"input_family": "normal", "evidence": "measured", "signed_bias": 0.0, "bias_se": 1e-6}
-    base |= {"elements": 200_000, "max_ulp": 1}
+    base |= {"elements": 200_000, "max_ulp": 1, "note": None}
     shares = {"a": 1.0, "b": 0.5, "c": 1.0}
     rows = pd.DataFrame([base | {"path_ran": p, "share_correct": s} for p, s in shares.items()])
     said = chapters.drift_verdict(rows, "cpu")
     assert [s.split(" (measured)")[0] for s in said] == ["a, c", "b"]
     assert "50.00 %" in said[1]
+
+
+def test_how_a_card_was_emulated_is_said_with_what_it_gave():
+    base = {"input_family": "normal", "evidence": "emulated", "signed_bias": 0.0, "bias_se": 1e-6}
+    base |= {"elements": 200_000, "max_ulp": 1, "share_correct": 1.0}
+    notes = {"a": "by a rounding formula", "b": "by executing its machine code, M = 64"}
+    rows = pd.DataFrame([base | {"path_ran": p, "note": n} for p, n in notes.items()])
+    said = chapters.drift_verdict(rows, "gfx950")
+    assert [s.split(":")[0] for s in said] == [f"{p} (emulated {n})" for p, n in notes.items()]
 
 
 def test_published_figures_match_the_arch_whole():
@@ -86,3 +95,12 @@ def test_paths_of_one_reason_share_a_row():
         ["torch_native, inductor", "skipped", "no gfx950 device here", "64, 257"],
         ["dual_stream", "skipped", "a CPU has no second stream", "64, 257"],
     ]
+
+
+def test_what_was_emulated_is_not_listed_as_not_judged():
+    skipped = {"path_ran": "", "status": "skipped", "reason": "no gfx950 device here"}
+    given = {"arch": "gfx950", "evidence": "measured"}
+    rows = [row(p, **skipped, **given) for p in ("torch_native", "triton_fused")]
+    rows.append(row("triton_fused", arch="gfx950", evidence="emulated", reason="emulated"))
+    left = build._unjudged({"accuracy": pd.DataFrame(rows)})
+    assert left["path"].tolist() == ["torch_native"]
