@@ -261,8 +261,8 @@ def _not_for_cpu_fused(q, q_weight, q_eps, k, k_weight, k_eps) -> str | None:
     """What a context does not say of a call and the CPU kernel cannot serve."""
     if q_weight.dtype is not k_weight.dtype:
         return "it wants both weights of one dtype"
-    if checks.negated(q, q_weight, k, k_weight):
-        return checks.NEGATED
+    if checks.lazy(q, q_weight, k, k_weight):
+        return "a tensor's memory does not hold what torch reads there"
     try:
         checks.as_rows(q, "q"), checks.as_rows(k, "k")
     except MisuseError as error:

@@ -15,7 +15,6 @@ from mlakit.errors import MisuseError
 _transform = torch._C._functorch.peek_interpreter_stack
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _GUARDS = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-NEGATED = "a tensor is a negated view, whose memory holds the other signs"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -112,15 +111,20 @@ def plain(q, q_weight, k, k_weight) -> bool:
         and type(k) is torch.Tensor
         and type(q_weight).__torch_dispatch__ is _NO_DISPATCH
         and type(k_weight).__torch_dispatch__ is _NO_DISPATCH
-        and not negated(q, q_weight, k, k_weight)
+        and not lazy(q, q_weight, k, k_weight)
         and unwatched()
         and not _backward_wanted(q, q_weight, k, k_weight)
     )
 
 
-def negated(q, q_weight, k, k_weight) -> bool:
-    """Whether one of them is a view whose signs are turned only when it is read through torch."""
-    return q.is_neg() or k.is_neg() or q_weight.is_neg() or k_weight.is_neg()
+def lazy(q, q_weight, k, k_weight) -> bool:
+    """Whether one of them is more than its memory says: a view whose signs torch turns when it
+    reads it, or zeros that have no memory."""
+    return (
+        q.is_neg() or k.is_neg() or q_weight.is_neg() or k_weight.is_neg()
+        or q._is_zerotensor() or k._is_zerotensor()
+        or q_weight._is_zerotensor() or k_weight._is_zerotensor()
+    )  # fmt: skip
 
 
 def need_memory(*tensors) -> None:
@@ -139,7 +143,10 @@ def need_memory(*tensors) -> None:
                 "traced: use torch_native"
             )
         if x.is_neg():
-            raise MisuseError(f"{NEGATED}: give its resolve_neg(), or use torch_native")
+            raise MisuseError(
+                "a tensor is a negated view, whose memory holds the other signs: give its "
+                "resolve_neg(), or use torch_native"
+            )
 
 
 def derivative_wanted(q, q_weight, k, k_weight) -> bool:
