@@ -90,7 +90,7 @@ def check(raw: str) -> str:
     """The base name of ``raw`` if mlakit knows that arch.
 
     Raises:
-        MisuseError: unknown arch, with the nearest match.
+        MisuseError: unknown arch, with the arch of the product so called or the nearest match.
     """
     base = base_name(raw)
     if base not in known():
@@ -99,6 +99,10 @@ def check(raw: str) -> str:
                 f"arch {raw!r} is a generic compile target, not a device; "
                 f"name a device arch: {', '.join(known())}"
             )
+        called = [p for p in products() if len(base) > 3 and p.product.lower().startswith(base)]
+        if called:
+            name, product = called[0].name, called[0].product
+            raise MisuseError(f"unknown arch {raw!r}: did you mean {name!r}, that of {product}?")
         raise unknown("arch", raw, known())
     return base
 

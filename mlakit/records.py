@@ -160,6 +160,20 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def instant(text: str) -> str:
+    """The time that ISO 8601 ``text`` means, as ``now`` writes it; without an offset it is of UTC.
+
+    Empty where it means none, or one that no run can have begun at (before 1970, after 2199).
+    """
+    try:
+        at = datetime.fromisoformat(text)
+        at = at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return ""
+    text = at.replace(tzinfo=None).isoformat("T", "seconds") + "Z"
+    return text if 1970 <= at.year < 2200 else ""
+
+
 def measured_now(cell: Cell) -> dict:
     """The columns of a row that say what was measured, and when; where is not among them."""
     about = {"schema_version": SCHEMA_VERSION, "started_at": now(), **cell.columns}

@@ -234,7 +234,10 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
         return [f"No drift is stated for {arch}: {reasons[0]}."]
     found: dict[str, list[str]] = {}
     finite = rows[rows["input_family"] != "nonfinite"]
-    for (path, evidence), part in finite.groupby(["path_ran", "evidence"], sort=False):
+    # A note says how, and on how many rows, a card that is not here was emulated.
+    how = finite["note"].where(finite["evidence"] == "emulated").fillna("")
+    finite = finite.assign(how=finite["evidence"].str.cat(how, " ").str.strip())
+    for (path, evidence), part in finite.groupby(["path_ran", "how"], sort=False):
         enough = part[part["elements"] >= BIAS_MIN_ELEMENTS]
         biased = enough[
             (enough["signed_bias"].abs() > BIAS_FLAG)
@@ -255,9 +258,15 @@ def drift_verdict(frame: pd.DataFrame, arch: str) -> list[str]:
     return [f"{', '.join(paths)} {text}." for text, paths in found.items()]
 
 
+def flag_marks(frame: pd.DataFrame) -> dict[str, str]:
+    """By each set of flags that a figure has: its mark beside the figure, ``[1]`` and on."""
+    sets = sorted(set(with_figure(frame)["flags"].dropna()) - {""})
+    return {flags: f"[{number}]" for number, flags in enumerate(sets, 1)}
+
+
 def speed_table(frame: pd.DataFrame) -> list[dict]:
-    """A row a batch, a column a path: ``p50_us`` and, in brackets, the headline ratio."""
-    rows = with_figure(frame)
+    """A row a batch, a column a path: ``p50_us``, in brackets the headline ratio, and its mark."""
+    rows, marks = with_figure(frame), flag_marks(frame)
     shape = "arch q_lora_rank kv_lora_rank dtype quant layout clock cache m".split()
     rows = rows.sort_values(shape, kind="stable")
     table = []
@@ -267,7 +276,8 @@ def speed_table(frame: pd.DataFrame) -> list[dict]:
         line |= {"evidence": part["evidence"].iloc[0], "M": key[8]}
         for r in part.itertuples():
             ratio = "" if pd.isna(r.ratio) or r.path_ran in CONTROLS else f" ({r.ratio:.2f}x)"
-            line[r.path_ran] = f"{r.p50_us:.4g}{ratio}"
+            mark = f" {marks[r.flags]}" if r.flags in marks else ""
+            line[r.path_ran] = f"{r.p50_us:.4g}{ratio}{mark}"
         table.append(line)
     columns = list(dict.fromkeys(c for line in table for c in line))
     return [{c: line.get(c) for c in columns} for line in table]

@@ -247,15 +247,20 @@ def _compare(a: Source, b: Source, smallest: float) -> Comparison:
         other = rows_b.loc[key]
         pair = [_samples(s, r) for s, r in ((a, row), (b, other))]
         if other.status in ("wrong", "implausible"):
-            result.broken.append(f"{name}: {other.status}, {other.reason}")
+            result.broken.append(f"{name}: {other.status}, {_reason(other, 'no reason kept')}")
         elif other.status != "ok" or not all(p is not None for p in pair):
-            result.missing.append(f"{name}: {other.reason or 'no samples'}")
+            result.missing.append(f"{name}: {_reason(other, 'no samples')}")
         elif row.path_ran != other.path_ran:
             result.missing.append(f"{name}: {row.path_ran} ran in A, {other.path_ran} in B")
         else:
             found.append((cell, row.cell_id, *pair, _doubt(pair, row, other)))
     result.shift, result.changes = _verdicts(found, smallest)
     return result
+
+
+def _reason(row, otherwise: str) -> str:
+    """A row's reason; pandas holds an absent one as NaN, which is true."""
+    return row.reason if isinstance(row.reason, str) and row.reason else otherwise
 
 
 def _doubt(pair: list, *rows) -> str:

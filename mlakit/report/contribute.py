@@ -16,8 +16,8 @@ import pandas as pd
 
 from mlakit import archs
 from mlakit.datafiles import data_dir
-from mlakit.errors import MisuseError, one_line
-from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row, with_figure
+from mlakit.errors import MisuseError, one_line, one_of
+from mlakit.records import CONTROLS, TEXT_COLUMNS, Cell, check_row, instant, with_figure
 from mlakit.report import scrub
 from mlakit.sweep import grid, parquet, store
 
@@ -132,17 +132,20 @@ def validate(file: str | Path) -> pd.DataFrame:
         claimed = provenance["rows_sha256"]
     except (ValueError, KeyError, TypeError):
         raise MisuseError(f"{file.name}: its provenance is damaged; record it again") from None
+    _check_columns(table, file.name)
     frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     if _rows_hash(frame) != claimed:
         raise MisuseError(f"{file.name}: its rows are not those that were recorded (hash differs)")
     try:
         for row in frame.to_dict("records"):
             check_row({k: None if pd.isna(v) else v for k, v in row.items()})
+        one_of("arch", archs.known(), *frame["arch"].unique())
     except ValueError as error:
         raise MisuseError(f"{file.name}: {error}") from None
     _check_figures(frame)
-    _check_aa(frame)
+    _check_identity(frame)
     _check_plausible(frame)
+    _check_aa(frame)
     for column in _texts(frame):
         for value in frame[column].dropna().unique():
             if re.search(r"(^|[\s'\"=:])/(home|Users|root|tmp|mnt|data)/", value):
@@ -155,6 +158,39 @@ def _texts(frame: pd.DataFrame) -> list[str]:
     return [c for c in frame.columns if c in TEXT_COLUMNS]
 
 
+def _check_columns(table, name: str) -> None:
+    """The columns of timing rows, each once and of its type, and every float a number."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    schema = parquet.schema("timing")
+    if sorted(table.column_names) != sorted(schema.names):
+        differ = sorted(set(table.column_names) ^ set(schema.names)) or ["one is there twice"]
+        raise MisuseError(
+            f"{name}: its columns are not those of timing rows ({', '.join(differ):.120}): "
+            "record it again with this mlakit"
+        )
+    for column in schema:
+        values = table[column.name]
+        if values.type != column.type:
+            raise MisuseError(
+                f"{name}: column {column.name} is {values.type}, not {column.type}: "
+                "record it again with this mlakit"
+            )
+        if pa.types.is_floating(values.type) and pc.all(pc.is_finite(values)).as_py() is False:
+            raise MisuseError(f"{name}: column {column.name} holds what is no finite number")
+
+
+def _check_identity(frame: pd.DataFrame) -> None:
+    """What a file is named and judged by: when each row was begun, and what of."""
+    for start in frame["started_at"].unique():
+        if not isinstance(start, str) or instant(start) != start:
+            raise MisuseError(f"started_at is {start!r:.60}: a time such as 2026-11-30T08:00:00Z")
+    of = frame.loc[frame["status"] == "ok", ["device", "cell_id", *_SHAPE]]
+    for column in of.columns[of.isna().any()]:
+        raise MisuseError(f"a row with a figure has no {column}: record it again with this mlakit")
+
+
 def _check_figures(frame: pd.DataFrame) -> None:
     if not (frame["status"] == "ok").any():
         raise MisuseError("no row holds a figure: nothing ran on that machine")
@@ -162,7 +198,7 @@ def _check_figures(frame: pd.DataFrame) -> None:
 
 def _check_aa(frame: pd.DataFrame) -> None:
     """Some cell must have been measured twice, and its medians must agree."""
-    ok = frame[(frame["status"] == "ok") & ~frame["path_ran"].isin(CONTROLS)]
+    ok = with_figure(frame[~frame["path_ran"].isin(CONTROLS)])
     pairs = [g["p50_us"] for _, g in ok.groupby(_SHAPE) if g["cell_id"].nunique() > 1]
     if not pairs:
         raise MisuseError("no A/A control: no cell was measured twice; use `mlakit record`")
@@ -176,10 +212,11 @@ def _check_aa(frame: pd.DataFrame) -> None:
 
 
 def _check_plausible(frame: pd.DataFrame) -> None:
-    """No figure below zero, or above what the card's memory can move."""
-    ok = with_figure(frame)
-    if (ok["p50_us"] <= 0).any() or (ok["p05_us"] > ok["p95_us"]).any():
-        raise MisuseError("a time is not positive, or its quantiles are out of order")
+    """No figure absent or below zero, or above what the card's memory can move."""
+    ok = frame[frame["status"] == "ok"]
+    ordered = (ok["p05_us"] <= ok["p50_us"]) & (ok["p50_us"] <= ok["p95_us"])
+    if not ((ok["p05_us"] > 0) & ordered).all():
+        raise MisuseError("a time is absent or not positive, or its quantiles are out of order")
     cold = ok[(ok["cache"] == "cold") & ok["bytes_moved"].notna()]
     gbps = cold["bytes_moved"].astype(float) / cold["p50_us"] / 1e3
     for arch, part in gbps.groupby(cold["arch"]):

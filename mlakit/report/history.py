@@ -26,6 +26,7 @@ class Entry:
 
     name: str
     started_at: str
+    """in UTC; empty where neither its record nor its name says it"""
     status: str
     rows_in: Path
     is_report: bool
@@ -56,10 +57,9 @@ def entries(root: str | Path = "runs") -> list[Entry]:
     """Every run and report below ``root``, oldest first, not yet compared; none is left out."""
     found = []
     for folder, rows_in in store.runs_below(root):
-        summary, started = folder / "summary.json", ""
+        summary, started = folder / "summary.json", store.start_of(rows_in)
         try:
-            record = store.show_run(rows_in)
-            started, status = record["started_at"], record["status"]
+            status = store.show_run(rows_in)["status"]
             if summary.exists():
                 status = str(read_json(summary)["status"])
             elif rows_in != folder:
@@ -67,7 +67,7 @@ def entries(root: str | Path = "runs") -> list[Entry]:
         except (MisuseError, KeyError, TypeError):
             status = "unreadable"
         found.append(Entry(folder.name, started, status, rows_in, rows_in != folder))
-    return sorted(found, key=lambda e: e.started_at or e.name)
+    return found
 
 
 def history(root: str | Path = "runs", baseline: str = "") -> list[Entry]:
@@ -87,6 +87,8 @@ def history(root: str | Path = "runs", baseline: str = "") -> list[Entry]:
             note = note if known else "no cell of it has samples to compare"
         except (MisuseError, FileNotFoundError) as error:
             known, note = None, scrub.text(str(error))
+        if not e.started_at:
+            note = "; ".join(filter(None, [note, "when it began is not known: not in the trend"]))
         done.append(replace(e, comparison=known, note=note))
     return done
 
@@ -102,9 +104,11 @@ def _baseline(root: str | Path, runs: list[Entry], asked: str) -> tuple[Entry, b
                 return e, True
         raise MisuseError(f"baseline {name!r} is no run in {root}: pin another, or name one")
     for e in runs:
-        if e.status == "ok":
+        if e.status == "ok" and e.started_at:
             return e, False
-    raise MisuseError(f"no run in {root} is ok, so none can be the baseline: name one")
+    raise MisuseError(
+        f"no run in {root} is ok and has a start, so none can be the baseline: name one"
+    )
 
 
 @dataclass(frozen=True)
@@ -151,15 +155,17 @@ def since(folder: Path, baseline: str = "") -> Since:
 
 
 def trend_frame(found: list[Entry]) -> pd.DataFrame:
-    """What ``plots.trend`` draws: at, ratio, lo, hi, status; NaN where a run has no figure."""
+    """What ``plots.trend`` draws: at, ratio, lo, hi, status; NaN where a run has no figure.
+
+    A run whose start is not known has no place in it; its note in the table says so.
+    """
     rows = []
-    for e in found:
+    for e in (e for e in found if e.started_at):
         mean = e.comparison.geometric_mean if e.comparison else None
         values = (mean.value, mean.lo, mean.hi) if mean else (float("nan"),) * 3
         rows.append([e.started_at, *values, e.status])
     frame = pd.DataFrame(rows, columns=["at", "ratio", "lo", "hi", "status"])
-    # A run too damaged to have a start time stands where its neighbour stood.
-    frame["at"] = pd.to_datetime(frame["at"].replace("", None)).ffill().bfill()
+    frame["at"] = pd.to_datetime(frame["at"], format="ISO8601", utc=True, errors="coerce")
     return frame
 
 

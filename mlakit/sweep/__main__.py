@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mlakit.errors import ExitCode, LockedError, MisuseError
+from mlakit.errors import ExitCode, LockedError, MisuseError, unforeseen
 from mlakit.sweep import grid
 from mlakit.sweep.run import progress_line, refuse_beside_resume, run_asked, run_sweep
 
@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = str(error) or "interrupted"
         print(f"{why}; what was measured is kept, --resume goes on", file=sys.stderr)
         return ExitCode.INCOMPLETE
+    except Exception as error:
+        text, code = unforeseen(error)
+        print(text, file=sys.stderr)
+        return code
     print(summary)
     print(summary.run_dir)
     return summary.exit_code

@@ -24,6 +24,7 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
 }
 """Weight of a cell by its M: ``decode-heavy`` as if every M served as many rows, in more calls."""
 
+_NOTHING = "no timing row to judge: sweep first, cold cache, split layout"
 CELL = "arch q_lora_rank kv_lora_rank m dtype quant clock".split()
 
 
@@ -98,7 +99,7 @@ def regret(frame: pd.DataFrame, policy: str, traffic: str = "even") -> Regret:
     one_of("traffic profile", TRAFFIC, traffic)
     policies.get(policy)
     if candidates(frame).empty:
-        raise MisuseError("no timing row to judge: sweep first, cold cache, split layout")
+        raise MisuseError(_NOTHING)
     cells = _cell_regrets(frame, policy)
     judged = cells[cells["regret"].notna()]
     if judged.empty:
@@ -127,10 +128,16 @@ def by_policy(frame: pd.DataFrame, names: Iterable[str]) -> pd.DataFrame:
 
     Columns: device, policy, mean_pct, worst_pct, one ``_pct`` a traffic profile but the even one,
     cells, unjudged (the policy's path was not timed, or its engine fails there), worst_cell,
-    stand_ins, evidence.
+    stand_ins, evidence. A device without a timing row to judge has no row here.
+
+    Raises:
+        MisuseError: no device has one, or an unknown policy.
     """
     rows = []
-    for (device, part), name in product(frame.groupby("device"), tuple(names)):
+    parts = [found for found in frame.groupby("device") if len(candidates(found[1]))]
+    if not parts:
+        raise MisuseError(_NOTHING)
+    for (device, part), name in product(parts, tuple(names)):
         found = {traffic: regret(part, name, traffic) for traffic in TRAFFIC}
         even = found.pop("even")
         rows.append(

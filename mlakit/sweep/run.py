@@ -179,8 +179,17 @@ def longest_first(jobs: Iterable[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: -abs(math.log2(job[1].m / 2048)))
 
 
+def _all_jobs(run: store.Run) -> list[Job]:
+    """The jobs of a run, those of GPUs first."""
+    jobs: list[Job] = []
+    for kind in run.record["measure"]:
+        cells = run.cells if kind == "timing" else grid.accuracy_cells(run.cells)
+        jobs += [(kind, c) for c in sorted(cells, key=lambda c: c.arch == "cpu")]
+    return jobs
+
+
 def _missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job], SweepSummary]:
-    """The jobs still to do, GPUs first, and a summary that counts those already done.
+    """The jobs still to do, and a summary that counts those already done.
 
     Args:
         run: the run.
@@ -192,10 +201,7 @@ def _missing_jobs(run: store.Run, retry: Iterable[str] = ()) -> tuple[list[Job],
         for kind in run.record["measure"]:
             rows = store.read_rows(run.path, kind)
             again |= {(kind, i) for i in rows.cell_id[rows.status.isin(list(retry))]}
-    jobs: list[Job] = []
-    for kind in run.record["measure"]:
-        cells = run.cells if kind == "timing" else grid.accuracy_cells(run.cells)
-        jobs += [(kind, c) for c in sorted(cells, key=lambda c: c.arch == "cpu")]
+    jobs = _all_jobs(run)
     missing = [
         (kind, c)
         for kind, c in jobs
@@ -279,6 +285,9 @@ def _finish(run: store.Run, summary: SweepSummary, begun: float) -> SweepSummary
     """Count the run's rows, and close its record."""
     summary.wall_s = round(time.perf_counter() - begun, 3)
     kinds = [store.read_rows(run.path, kind) for kind in run.record["measure"]]
+    # A worker's word is not enough: done is what is there, now that the damaged are set aside.
+    parts = [store.part_path(run.path, kind, cell.id) for kind, cell in _all_jobs(run)]
+    summary.done = sum(part.is_file() for part in parts)
     summary.statuses = dict(sum((Counter(rows.status) for rows in kinds), Counter()))
     status = "ok" if summary.exit_code in (ExitCode.OK, ExitCode.NO_KERNEL) else "failed"
     status = "incomplete" if summary.done < summary.jobs else status

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import shutil
 import sys
 import threading
@@ -104,6 +105,8 @@ def _jobs_on(client) -> RunJobs:
 
     def run_jobs(run_dir, jobs, settle, functions, limit_s):
         env = _cluster_environment(client)
+        # dask gives one key's result to whoever asks for it, and folders of two sweeps share names
+        sweep = secrets.token_hex(8)
         settle(env, len(client.scheduler_info(n_workers=-1)["workers"]))
         queues = {}
         for kind, cell in longest_first(jobs):
@@ -116,7 +119,7 @@ def _jobs_on(client) -> RunJobs:
 
         def submit(kind: str, cell: Cell):
             arguments = (str(run_dir), kind, cell.to_json(), env, functions[kind], limit_s)
-            key, offer = f"{run_dir.name}-{kind}-{cell.id}", {cell.arch: 1}
+            key, offer = f"{run_dir.name}-{sweep}-{kind}-{cell.id}", {cell.arch: 1}
             return client.submit(_run_cell, *arguments, key=key, resources=offer, pure=False)
 
         for (kind, cell), future in _one_a_device(client, queues, submit):

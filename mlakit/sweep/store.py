@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +20,15 @@ from pathlib import Path
 from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
 from mlakit.errors import LockedError, MisuseError, one_of
-from mlakit.records import COLUMNS, SCHEMA_VERSION, Cell, check_row, now
+from mlakit.records import COLUMNS, SCHEMA_VERSION, Cell, check_row, instant, now
 from mlakit.sweep.parquet import migrate, read_file, replace_whole, schema, write_table
 
 PIN = "baseline.txt"
 """The file below a folder of runs that names the pinned one."""
 FOLDERS = {"timing": "parts", "accuracy": "accuracy"}
 """What can be measured of a cell, and the folder its parts go to."""
+_LOCK_WAIT_S = 0.5
+"""a lock's patience with those who only look whether it is held"""
 _RECORD: dict = {"run_id": str, "status": str, "started_at": str}
 _RECORD |= dict.fromkeys(("measure", "cells", "cell_ids"), list)
 _RECORD |= dict(environment=dict | None, summary=dict | None, other_environments=list | None)
@@ -72,7 +74,7 @@ def write_part(run_dir: Path, kind: str, cell_id: str, rows: Iterable[dict], sam
 def is_done(run_dir: Path, kind: str, cell_id: str) -> bool:
     """Whether the cell's part is there and reads; a damaged one is set aside."""
     path = part_path(run_dir, kind, cell_id)
-    return path.exists() and read_file(path, []) is not None
+    return path.is_file() and read_file(path, []) is not None
 
 
 def _part_files(folder: Path, kind: str) -> list[Path]:
@@ -230,7 +232,7 @@ def lock(path: Path) -> int:
         raise MisuseError(
             f"cannot write {path} ({error.strerror}): name a folder that you can write to"
         ) from None
-    if holder := locks.take(descriptor):
+    if holder := locks.take(descriptor, wait_s=_LOCK_WAIT_S):
         os.close(descriptor)
         raise LockedError(f"{path.name} is in use by {holder}: wait for it, or name another folder")
     locks.sign(descriptor, f"process {os.getpid()} since {now()}")
@@ -244,15 +246,20 @@ def create_run(path: str | Path, cells: list[Cell], **record) -> Run:
         MisuseError: the folder holds something already, or cannot be written.
         LockedError: it is in use.
     """
-    path = Path(path)
-    if path.is_dir() and any(entry.name != "lock" for entry in path.iterdir()):
-        raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
-    run = Run(path, {}, lock(path))
+    run = _locked(Path(path), _nothing_in)
     about = {"schema_version": SCHEMA_VERSION, "mlakit": __version__, "environment": None}
-    about |= {"run_id": path.resolve().name, "cell_ids": [c.id for c in cells]}
+    about |= {"run_id": run.path.resolve().name, "cell_ids": [c.id for c in cells]}
     about |= {"status": "running", "started_at": now(), "ended_at": None}
     run.save(cells=[c.to_json() for c in cells], **about, **record)
     return run
+
+
+def _nothing_in(path: Path) -> dict:
+    """No record; what a process killed in a run's first save left does not count."""
+    inside = path.iterdir() if path.is_dir() else ()
+    if any(p.name != "lock" and not p.match(".run.json.*.tmp") for p in inside):
+        raise MisuseError(f"{path} is not empty: name a new folder, or resume the run in it")
+    return {}
 
 
 def open_run(path: str | Path) -> Run:
@@ -262,13 +269,28 @@ def open_run(path: str | Path) -> Run:
         MisuseError: no run there, or ``run.json`` does not read.
         LockedError: it is in use by another process.
     """
-    path = Path(path)
-    record = show_run(path)
+    run = _locked(Path(path), _record_of)
+    if run.record["status"] == "running":
+        run.record["status"] = "crashed"  # or its process would hold the lock
+    return run
+
+
+def _locked(path: Path, look: Callable[[Path], dict]) -> Run:
+    """A run of what ``look`` finds at ``path``, with its lock.
+
+    It looks first, so that nothing is made where it refuses, and again under the lock: another
+    process may have been here in between.
+    """
+    look(path)
     held = lock(path)
-    for left_over in path.glob("*/.*.tmp"):
+    try:
+        run = Run(path, look(path), held)
+    except BaseException:
+        os.close(held)
+        raise
+    for left_over in (*path.glob(".*.tmp"), *path.glob("*/.*.tmp")):
         left_over.unlink(missing_ok=True)
-    record.pop("done", None)
-    return Run(path, record, held)
+    return run
 
 
 def _in_use(path: Path) -> bool:
@@ -289,6 +311,15 @@ def show_run(path: str | Path) -> dict:
         MisuseError: no run there, or its ``run.json`` does not read.
     """
     path = Path(path)
+    record = _record_of(path)
+    if record["status"] == "running" and not _in_use(path):
+        record["status"] = "crashed"
+    record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}
+    return record
+
+
+def _record_of(path: Path) -> dict:
+    """``run.json`` as it is, its types checked."""
     if not (path / "run.json").exists():
         raise MisuseError(f"no run at {path}: `mlakit runs` lists the runs there are")
     record = read_json(path / "run.json")
@@ -302,23 +333,29 @@ def show_run(path: str | Path) -> dict:
     devices = (record.get("environment") or {"devices": {}}).get("devices")
     if not isinstance(devices, dict) or any(type(d) is not dict for d in devices.values()):
         raise MisuseError(f"{path / 'run.json'} is damaged at 'environment': name another run")
-    if record["status"] == "running" and not _in_use(path):
-        record["status"] = "crashed"
-    record["done"] = {k: len(list((path / f).glob("*.parquet"))) for k, f in FOLDERS.items()}
     return record
 
 
-def runs_below(root: str | Path) -> list[tuple[Path, Path]]:
-    """(folder, run with its timing rows) of every run and report below ``root``, by name.
+def start_of(run: Path) -> str:
+    """When a run was started, by its record or else its name, as ``records.now`` writes it."""
+    try:
+        said = instant(_record_of(run)["started_at"])
+    except MisuseError:
+        said = ""
+    return said or instant(run.name[: len("20261130-085424")])
 
-    They are one folder but for a report, whose run lies inside it.
+
+def runs_below(root: str | Path) -> list[tuple[Path, Path]]:
+    """(folder, run with its timing rows) of every run and report below ``root``, oldest first.
+
+    They are one folder but for a report, whose run lies inside it. What says no start comes first.
     """
     found = []
     for folder in sorted(p for p in Path(root).glob("*") if p.is_dir()):
         run = folder if (folder / "run.json").exists() else report_run(folder)
         if (run / "run.json").exists() or (folder / "summary.json").exists():
             found.append((folder, run))
-    return found
+    return sorted(found, key=lambda pair: start_of(pair[1]))
 
 
 def list_runs(root: str | Path = "runs"):

@@ -107,6 +107,19 @@ def test_missing_and_wrong_cells():
     assert "9 ulp" in result.broken[0]
 
 
+def test_a_row_without_a_reason_is_told_in_words():
+    """pandas 3 holds an absent reason as NaN, pandas 2 as None; neither is one."""
+    a, b = run("A", 4, 22), run("B", 4, 23)
+    b.samples_us.pop(("c0", "fused"))
+    b.rows["reason"] = pd.Series(["a reason"] + [None] * (len(b.rows) - 1), dtype="str")
+    b.rows.loc[b.rows.cell_id == "c1", "status"] = "wrong"
+    result = compare(a, b)
+    assert [m.split(": ")[1] for m in result.missing] == ["no samples"]
+    assert {m.split(": ")[1] for m in result.broken} == {"wrong, no reason kept"}
+    b.rows["reason"] = b.rows["reason"].astype(object).where(b.rows["reason"].notna(), None)
+    assert compare(a, b).missing == result.missing
+
+
 def test_few_samples_are_uncertain():
     a, b = run("A", 3, 30), run("B", 3, 31, change=lambda i, p: 2 if p == "fused" else 1)
     short = Source("B", b.rows, {k: v[:10] for k, v in b.samples_us.items()})

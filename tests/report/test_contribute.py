@@ -1,6 +1,10 @@
 """A contribution is whole, untouched, plausible and controlled, or refused with the reason."""
 
+import json
+import re
+
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from timing_rows import H200, row
@@ -54,8 +58,6 @@ def tampered(file, change) -> None:
     table = pq.read_table(file)
     frame = table.to_pandas()
     change(frame)
-    import pyarrow as pa
-
     changed = pa.Table.from_pandas(frame, schema=table.schema, preserve_index=False)
     pq.write_table(changed.replace_schema_metadata(table.schema.metadata), file)
 
@@ -84,6 +86,74 @@ def test_rows_recorded_on_an_h200_pass_and_a_tampered_file_of_them_does_not(tmp_
     tampered(file, lambda f: f.__setitem__("p50_us", f["p50_us"] * 0.9))
     with pytest.raises(MisuseError, match="hash differs"):
         contribute.ingest(file, tmp_path / "elsewhere")
+
+
+def forged(file, change):
+    """``file`` with other rows, and the hash that fits them: whoever sends one can write it."""
+    table = pq.read_table(file)
+    table = change(table).replace_schema_metadata(table.schema.metadata)
+    frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    told = json.loads(table.schema.metadata[contribute._KEY])
+    told["rows_sha256"] = contribute._rows_hash(frame)
+    metadata = table.schema.metadata | {contribute._KEY: json.dumps(told).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+    return file
+
+
+def with_values(column, value, kind=None):
+    """A change of ``forged``: ``value`` in all rows of ``column``."""
+
+    def change(table):
+        at = table.column_names.index(column)
+        values = pa.array([value] * len(table), kind or table.schema.field(column).type)
+        return table.set_column(at, column, values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("started_at", "../../evil", "started_at is '../../evil'"),
+        ("started_at", "2026-11-30", "a time such as"),
+        ("started_at", "2026-11-30T08:00:00+00:00", "a time such as"),
+        ("started_at", "2026-13-30T08:00:00Z", "a time such as"),
+        ("started_at", None, "a time such as"),
+        ("device", None, "has no device"),
+        ("cell_id", None, "has no cell_id"),
+        ("cache", None, "has no cache"),
+        ("arch", "nonsense", "unknown arch 'nonsense'"),
+        ("arch", None, "unknown arch"),
+        ("p50_us", float("inf"), "p50_us holds what is no finite number"),
+        ("p05_us", float("nan"), "p05_us holds what is no finite number"),
+        ("gbps", float("-inf"), "gbps holds what is no finite number"),
+        ("p05_us", None, "a time is absent"),
+        ("p50_us", None, "a time is absent"),
+        ("p50_us", 0.0, "not positive"),
+        ("p95_us", 0.1, "out of order"),
+    ],
+)
+def test_rows_with_a_fitting_hash_are_still_judged(make, tmp_path, column, value, says):
+    file = forged(make(), with_values(column, value))
+    before = sorted(tmp_path.parent.rglob("*"))
+    with pytest.raises(MisuseError, match=re.escape(says)):
+        contribute.ingest(file, tmp_path / "recorded")
+    assert sorted(tmp_path.parent.rglob("*")) == before
+
+
+def test_a_file_with_other_columns_is_refused(make):
+    file = make()
+    whole = file.read_bytes()
+    for column in ("p50_us", "path_ran", "cell_id", "cache", "note"):
+        file.write_bytes(whole)
+        with pytest.raises(MisuseError, match=rf"not those of timing rows \({column}\)"):
+            contribute.validate(forged(file, lambda t, c=column: t.drop_columns([c])))
+    for column, value, kind in (("p50_us", "5", pa.string()), ("m", 64.0, pa.float64())):
+        file.write_bytes(whole)
+        with pytest.raises(MisuseError, match=f"column {column} is {kind}, not"):
+            contribute.validate(forged(file, with_values(column, value, kind)))
+    file.write_bytes(whole)
+    assert len(contribute.validate(forged(file, lambda t: t))) > 0
 
 
 def test_a_damaged_file_is_refused(make):

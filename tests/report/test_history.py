@@ -124,6 +124,35 @@ def test_misuse_is_named(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("said", "start"),
+    [
+        ("2026-11-02", "2026-11-02T00:00:00Z"),
+        ("2026-11-02T05:00:00+05:00", "2026-11-02T00:00:00Z"),
+        ("0001-01-01T00:00:00+05:00", ""),
+        ("0001-01-01", ""),
+        ("yesterday", ""),
+        ("", ""),
+    ],
+)
+def test_a_start_that_is_none_costs_nobody_the_page(tmp_path, said, start):
+    record(tmp_path, "one", 1)
+    record(tmp_path, "two", 3, report=False)
+    file = tmp_path / "two" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"started_at": said}))
+    found = {e.name: e for e in history.history(tmp_path, "one")}
+    assert found["two"].started_at == start
+    assert found["two"].comparison
+    assert ("when it began is not known" in found["two"].note) == (not start)
+    text = history.write(tmp_path, "one").read_text()
+    assert ("not in the trend" in text) == (not start)
+    history.write(tmp_path, "two")  # as the baseline
+    history.pin(tmp_path, "two")
+    for other in (tmp_path / "one").rglob("run.json"):
+        other.write_text("{")
+    history.write(tmp_path)  # and alone
+
+
 def test_an_unreadable_run_is_shown(tmp_path):
     record(tmp_path, "one", 1)
     record(tmp_path, "torn", 2)

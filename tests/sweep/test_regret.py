@@ -5,6 +5,7 @@ import pytest
 
 from mlakit.datafiles import data_dir
 from mlakit.dispatch import policies, table
+from mlakit.errors import MisuseError
 from mlakit.sweep import regret, tune
 from mlakit.sweep.store import read_rows
 
@@ -43,6 +44,14 @@ def test_every_rule_has_its_figure_with_evidence():
         stood_in = by_name["stand_ins"].str.contains("stands in for")
         assert stood_in["sglang_0_5_23"]
         assert not stood_in["mlakit"]
+
+
+def test_a_device_without_a_figure_is_left_out_and_the_others_are_judged():
+    skipped = HELD_OUT.assign(device="another", status="skipped", p50_us=float("nan"))
+    judged = regret.by_policy(pd.concat([HELD_OUT, skipped]), ["mlakit"])
+    assert list(judged["device"]) == DEVICES
+    with pytest.raises(MisuseError, match="no timing row to judge"):
+        regret.by_policy(skipped, ["mlakit"])
 
 
 @pytest.mark.parametrize("half", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -201,6 +202,46 @@ def test_no_run_folder_is_made_for_a_bad_request(tmp_path):
         with pytest.raises(MisuseError, match="seconds above 0"):
             run_sweep(cells_of(1), tmp_path / "none", time_limit_s=limit)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_job_whose_part_is_not_there_is_not_done(tmp_path):
+    def loses_the_second(run_dir, jobs, settle, functions, limit_s):
+        env = {"python": "3", "devices": {"cpu": {"arch": "cpu"}}}
+        settle(env, 1)
+        for i, (kind, cell) in enumerate(jobs):
+            if i != 1:
+                worker.write_fault(run_dir, kind, cell, env, "skipped", "a test")
+            yield cell, {"statuses": ["skipped"]}
+
+    summary = run_sweep(cells_of(1, 2, 3), tmp_path / "run", run_jobs=loses_the_second)
+    assert (summary.done, summary.jobs, summary.exit_code) == (2, 3, ExitCode.INCOMPLETE)
+    record = store.show_run(tmp_path / "run")
+    assert (record["status"], record["summary"]["done"]) == ("incomplete", 2)
+    store.part_path(tmp_path / "run", "timing", cells_of(2)[0].id).mkdir()  # which is no part
+    summary = run_sweep(None, tmp_path / "run", run_jobs=loses_the_second)
+    assert (summary.reused, summary.done, summary.exit_code) == (2, 3, ExitCode.NO_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ExitCode.FAILED, "No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), ExitCode.MISUSE, "x: Perm"),
+        (RuntimeError("a bug"), ExitCode.FAILED, "RuntimeError: a bug"),
+    ],
+)
+def test_the_bare_command_ends_with_the_codes_of_the_whole_one(
+    tmp_path, monkeypatch, capsys, error, code, last
+):
+    def fails(*arguments, **options):
+        raise error from ValueError("what went before")
+
+    monkeypatch.setattr(bare, "run_asked", fails)
+    assert bare.main(["--archs", "cpu", "--out", str(tmp_path)]) == code
+    said = capsys.readouterr().err
+    assert last in said.splitlines()[-1]
+    assert ("Traceback" in said) == isinstance(error, RuntimeError)
+    assert len(said.splitlines()) == 1 or "Traceback" in said
 
 
 def test_bare_command(tmp_path, doubles_log, capsys):

@@ -79,6 +79,26 @@ def test_a_killed_worker_loses_nothing_and_no_cell_runs_twice(tmp_path, doubles_
     assert not (tmp_path / "run/claims").exists()
 
 
+def test_two_sweeps_whose_folders_share_a_name_both_have_all_their_cells(tmp_path, doubles_log):
+    """Both at once on one scheduler, as two nightly runs below different folders."""
+    cells = expand(batches=range(1, 4), paths=["cpu_fused"])
+    done = {}
+
+    def sweep(where: str, address: str) -> None:
+        options = {"scheduler": address, "functions": SLOW}
+        done[where] = spread.over_dask(cells, tmp_path / where / "nightly", **options)
+
+    with spread.local_cluster(["cpu"]) as cluster:
+        arguments = [(where, cluster.scheduler_address) for where in ("a", "b")]
+        threads = [threading.Thread(target=sweep, args=each) for each in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for where in ("a", "b"):
+        assert len(store.read_rows(tmp_path / where / "nightly")) == done[where].done == 3
+
+
 def test_a_claimed_cell_waits_and_is_not_measured_again(tmp_path, doubles_log, monkeypatch):
     (cell,) = expand(batches=[1], paths=["cpu_fused"])
     monkeypatch.setattr(spread, "_DEVICE", spread.worker.WarmDevice(""))

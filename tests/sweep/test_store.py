@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pandas as pd
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import timing_rows
 
+from mlakit import locks
 from mlakit.errors import LockedError, MisuseError
 from mlakit.records import ACCURACY_COLUMNS, TIMING_COLUMNS
 from mlakit.sweep import store
@@ -131,11 +133,94 @@ def test_runs_are_listed_and_pruned_but_never_one_in_use(tmp_path):
     }
     with pytest.raises(LockedError, match="in use by process"):
         store.open_run(tmp_path / "run-a")
-    assert store.prune(tmp_path, keep=1) == ["report-without-a-run", "run-b", "run-c"]
-    assert store.list_runs(tmp_path).run_id.tolist() == ["run-a", "run-d"]
+    assert store.prune(tmp_path, keep=1) == ["report-without-a-run", "run-d", "run-b"]
+    assert store.list_runs(tmp_path).run_id.tolist() == ["run-a", "run-c"]
     open_runs[0].close()
     with pytest.raises(MisuseError, match="0 or more"):
         store.prune(tmp_path, keep=-1)
+
+
+def made(path, started_at: str = "") -> None:
+    run = store.create_run(path, expand(batches=[1]), measure=["timing"])
+    run.save(**({"started_at": started_at} if started_at else {}))
+    run.close()
+
+
+def test_the_newest_are_kept_whatever_their_names_are(tmp_path):
+    made(tmp_path / "zz-old", "2020-01-01T00:00:00Z")
+    made(tmp_path / "b", "2026-01-03")
+    made(tmp_path / "a", "2026-01-02T23:00:00-05:00")
+    made(tmp_path / "20260102-000000-aaaaaa", "2026-01-02T00:00:00Z")
+    made(tmp_path / "20260104-000000-torn")
+    (tmp_path / "20260104-000000-torn" / "run.json").write_text("{")
+    made(tmp_path / "torn-too", "yesterday")
+    oldest_first = ["torn-too", "zz-old", "20260102-000000-aaaaaa", "b", "a"]
+    assert store.list_runs(tmp_path).run_id.tolist() == [*oldest_first, "20260104-000000-torn"]
+    assert store.prune(tmp_path, keep=2) == oldest_first[:-1]
+
+
+# ---- locks
+
+
+def test_who_only_looks_keeps_no_writer_out(tmp_path):
+    made(tmp_path / "run")
+    looked, let_go = os.open(tmp_path / "run" / "lock", os.O_RDONLY), threading.Event()
+    assert locks.take(looked, shared=True) is None
+    threading.Timer(0.1, lambda: (os.close(looked), let_go.set())).start()
+    store.open_run(tmp_path / "run").close()
+    assert let_go.is_set()
+
+
+def in_between(monkeypatch, other) -> None:
+    """``other()`` is done by another process just before the next lock is taken."""
+    real = store.lock
+
+    def lock(path):
+        monkeypatch.setattr(store, "lock", real)
+        other()
+        return real(path)
+
+    monkeypatch.setattr(store, "lock", lock)
+
+
+def test_a_run_is_read_under_its_lock(tmp_path, monkeypatch):
+    made(tmp_path / "run")
+
+    def other() -> None:
+        run = store.open_run(tmp_path / "run")
+        run.save(status="ok", environment={"devices": {"cpu": {"device": "another"}}})
+        run.close()
+
+    in_between(monkeypatch, other)
+    run = store.open_run(tmp_path / "run")
+    run.save(ended_at=store.now())
+    run.close()
+    record = store.show_run(tmp_path / "run")
+    assert record["environment"]["devices"]["cpu"]["device"] == "another"
+    assert record["status"] == "ok"
+
+
+def test_a_run_made_in_between_is_not_taken_over(tmp_path, monkeypatch):
+    in_between(monkeypatch, lambda: made(tmp_path / "run", "2026-01-01T00:00:00Z"))
+    with pytest.raises(MisuseError, match="not empty"):
+        store.create_run(tmp_path / "run", expand(batches=[2]), measure=["timing"])
+    assert store.show_run(tmp_path / "run")["started_at"] == "2026-01-01T00:00:00Z"
+    store.open_run(tmp_path / "run").close()  # the refused one let go of the lock
+
+
+def test_what_a_process_killed_in_a_save_left_is_removed(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "lock").touch()
+    left = [folder / ".run.json.123-abc.tmp", folder / "parts" / ".x.parquet.1-a.tmp"]
+    left[0].write_text("{")
+    made(folder)
+    assert not left[0].exists()
+    left[1].parent.mkdir()
+    for file in left:
+        file.touch()
+    store.open_run(folder).close()
+    assert not any(file.exists() for file in left)
 
 
 def test_a_folder_that_holds_something_is_never_taken_over(tmp_path):
