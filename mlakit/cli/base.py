@@ -6,17 +6,17 @@ standard error and exit code 2, never with a traceback.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
+import signal
 import sys
-import traceback
 from typing import Annotated
 
 import typer
 
-from mlakit import versions
-from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError, one_line
+from mlakit import __version__, versions
+from mlakit.errors import ExitCode, LockedError, MisuseError, RefusedError, unforeseen
 
 app = typer.Typer(
     add_completion=False,
@@ -42,11 +42,21 @@ _UsageError = typer.BadParameter.__mro__[2]
 """click's own base error; recent typers carry a copy of click, so it is reached through typer."""
 
 
-_MISNAMED = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
-}
-"""what the system says of a file or folder that a person named"""
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"mlakit {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="mlakit's version."),
+]
+
+
+@app.callback()
+def _of_every_command(version: _Version = False) -> None:
+    pass
 
 
 def main() -> None:
@@ -54,6 +64,9 @@ def main() -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(sys.argv[1:] or ["--help"], "mlakit", standalone_mode=False)
+        if code == 128 + signal.SIGINT:  # what typer makes of a Ctrl-C
+            raise KeyboardInterrupt
+        sys.stdout.flush()  # here an error has its code; on the way out it would have Python's
     except (MisuseError, RefusedError) as error:
         code = _complain(str(error))
     except _UsageError as error:
@@ -70,22 +83,42 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("stopped; what was measured is kept", code=ExitCode.INCOMPLETE)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.OK
+        code = _reader_gone()
+    except SystemExit as ended:
+        # typer and rich make 1 of a closed pipe, which would say "regression"
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        code = _reader_gone()
     except Exception as error:
-        # Python's own exit code, 1, would say "regression".
-        if getattr(error, "errno", None) in _MISNAMED:
-            sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror}"))
-        if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            traceback.print_exc()
-        code = _complain(f"{one_line(error)}; what was measured is kept", code=ExitCode.FAILED)
+        text, code = unforeseen(error)
+        code = _complain(text, code)
     sys.exit(int(code or 0))
 
 
 def _complain(text: str, code: int = ExitCode.MISUSE) -> int:
     """``text`` as one line on standard error; returns ``code``."""
-    print("mlakit:", *text.splitlines(), file=sys.stderr)
+    with contextlib.suppress(BrokenPipeError):
+        print("mlakit:", *text.splitlines(), file=sys.stderr)
     return code
+
+
+def _reader_gone() -> int:
+    """What a shell says of a program that a closed pipe ended, as in ``mlakit paths | head -1``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def refuse_beside(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse what was typed of ``names`` where it would do nothing; ``why``: "without --resume".
+
+    Raises:
+        MisuseError: one of them was typed.
+    """
+    typed = [n for n in names if context.get_parameter_source(n).name == "COMMANDLINE"]
+    if typed:
+        options = {p.name: p.opts[0] for p in context.command.params}
+        given = ", ".join(options[n] for n in typed)
+        raise MisuseError(f"{given} would do nothing {why}: leave it out")
 
 
 def split(values: list[str] | None) -> list[str]:
@@ -101,7 +134,7 @@ def whole(values: list[str] | None) -> list[int]:
 
 
 def print_rows(rows: list[dict], title: str, as_json: bool = False) -> None:
-    """Rows as a table on a terminal, as tab-separated lines elsewhere, or as JSON."""
+    """Rows below their title: a table on a terminal, elsewhere tab-separated lines; or as JSON."""
     from mlakit.report.show import number
 
     if as_json:
@@ -109,18 +142,20 @@ def print_rows(rows: list[dict], title: str, as_json: bool = False) -> None:
         return
     columns = list(rows[0]) if rows else []
     if not sys.stdout.isatty():
+        print(f"# {title}")
         print("\t".join(columns))
         for row in rows:
             print("\t".join(number(row[c]).replace("\n", " ") for c in columns))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=escape(title), title_justify="left", header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(number(row[c]) for c in columns))
+        table.add_column(escape(column), overflow="fold")
+    for row in rows:  # escaped, or rich takes the extra of `pip install mlakit[triton]` for a style
+        table.add_row(*(escape(number(row[c])) for c in columns))
     Console().print(table)
 
 

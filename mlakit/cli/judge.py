@@ -17,6 +17,8 @@ from mlakit.errors import ExitCode, MisuseError, one_of, unknown
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
 Target = Annotated[str, typer.Argument(help="A path's name, or module:function.")]
+_OTHERS = ("accuracy", "samples")
+"""how the name of a recorded file ends that holds no timing rows"""
 
 
 def _where(device: str, dtype: str) -> str:
@@ -49,6 +51,7 @@ def compare(
 
 @app.command(epilog="Example: mlakit drift --arch cpu --batch 257 --model DeepSeek-V3")
 def drift(
+    context: typer.Context,
     arch: Arch = None,
     model: base.Models = None,
     hidden: base.Hidden = None,
@@ -70,6 +73,7 @@ def drift(
         cards = split(arch)
         if not cards or any(vendor_of(check_arch(a)) != "amd" for a in cards):
             raise MisuseError("--emulate runs an AMD card's binary: name it, --arch gfx942")
+        base.refuse_beside(context, "with --emulate", "path")
         path, batch = ["triton_fused"], batch or ["64"]
     chosen = given(
         archs=arch, models=model, hidden=hidden, batches=batch or ["257"], dtypes=dtype,
@@ -141,6 +145,7 @@ def significance(
 
 @app.command("eval", epilog="Example: mlakit eval --small")
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A transformers model's local folder.")] = "",
     questions: Annotated[str, typer.Option(help="JSONL of id, prompt and answer.")] = "",
     a: Annotated[str, typer.Option(help="unpatched, a path, or a rounding.")] = "unpatched",
@@ -155,9 +160,11 @@ def evaluate(
     if small:
         from mlakit.drift.flips import flips
 
+        base.refuse_beside(context, "with --small", "model", "questions", "a", "b", "out")
         rows = flips(_where(device, "bf16"), n).to_dict("records")
         print_rows(rows, "answers of the small model, against one rounding", as_json)
         return
+    base.refuse_beside(context, "without --small", "n", "device")
     if not model or not questions:
         raise MisuseError("give a model's folder and --questions, or --small")
     from mlakit.drift.evals import evaluate as ask
@@ -176,7 +183,7 @@ def figure(text: str) -> float | int | str:
 
 @app.command(epilog="Example: mlakit tune runs/A --judge runs/B")
 def tune(
-    run: Annotated[list[str], typer.Argument(help="Runs or recorded files of one arch.")],
+    run: Annotated[list[str], typer.Argument(help="Runs or recorded files, or a folder of them.")],
     judge: Annotated[Names, typer.Option(help="Regret over these, not tuned on.")] = None,
     traffic: Annotated[str, typer.Option(help="even, decode-heavy, prefill-heavy.")] = "even",
     out: Annotated[str, typer.Option(help="Instead of data/dispatch.")] = "",
@@ -185,22 +192,49 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Build mlakit's own dispatch table from timing rows; show what each policy loses."""
-    import pandas as pd
-
     from mlakit.dispatch import policies
     from mlakit.sweep import regret
     from mlakit.sweep import tune as tuning
-    from mlakit.sweep.store import read_rows
 
     one_of("traffic profile", regret.TRAFFIC, traffic)
-    rows = pd.concat([read_rows(r) for r in run], ignore_index=True)
-    lines = tuning.build(rows, source or ", ".join(Path(r).stem for r in run))
-    held_out = pd.concat([read_rows(j) for j in judge], ignore_index=True) if judge else rows
-    if tuning.candidates(held_out).empty:
-        raise MisuseError("--judge holds no cold timing row of split views: name another run")
+    rows = _usable_rows(run)
+    lines = tuning.build(rows, source or ", ".join(Path(r).resolve().stem for r in run))
+    held_out = _usable_rows(judge) if judge else rows
     if not dry_run:
         arch = tuning.candidates(rows)["arch"].iloc[0]
         print(tuning.write(arch, lines, out or None))
     print_rows(lines, "thresholds", as_json)
-    found = [vars(regret.regret(held_out, name, traffic)) for name in policies.POLICIES]
+    found = [_in_percent(regret.regret(held_out, name, traffic)) for name in policies.POLICIES]
     print_rows(found, "regret" + ("" if judge else " (on the rows that were tuned on)"), as_json)
+
+
+def _usable_rows(named: list[str]):
+    """The timing rows of runs, recorded files and folders of such files, in one DataFrame.
+
+    Raises:
+        MisuseError: one of them gives no row to tune from.
+    """
+    import pandas as pd
+
+    from mlakit.sweep.store import read_rows
+    from mlakit.sweep.tune import candidates
+
+    frames = []
+    for name in named:
+        frame = read_rows(name)
+        files = [f for f in sorted(Path(name).glob("*.parquet")) if not f.stem.endswith(_OTHERS)]
+        if frame.empty and files:
+            frame = pd.concat([read_rows(f) for f in files], ignore_index=True)
+        if candidates(frame).empty:
+            raise MisuseError(
+                f"{name} holds no timing row to tune from (cold cache, split layout): "
+                "name a run, a recorded file, or a folder of these"
+            )
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _in_percent(found) -> dict:
+    """A policy's regret as a row, its shares in percent."""
+    row, shares = vars(found), ("mean", "worst", "weighted")
+    return {f"{k}_pct" if k in shares else k: 100 * v if k in shares else v for k, v in row.items()}

@@ -61,6 +61,7 @@ def _why_not(path, context) -> str | None:
 
 @app.command(epilog="Example: mlakit explain --arch gfx950 --aiter --policy sglang_before_fix")
 def explain(
+    context: typer.Context,
     policy: Annotated[str, typer.Option(help="Whose rule: mlakit, sglang_today, ...")] = "mlakit",
     arch: Annotated[str, typer.Option(help="For this arch instead of this machine.")] = "",
     batch: Annotated[str, typer.Option("--batch", "-m", help="Rows M.")] = "64",
@@ -80,22 +81,24 @@ def explain(
     from mlakit.shapes import parse_hidden
     from mlakit.sweep import grid
 
+    if not aiter:
+        base.refuse_beside(context, "without --aiter", "aiter_api")
     widths = parse_hidden(hidden)
     asked: dict = {"m": grid.whole(batch), "dtype": dtype, "norm_weight_dtype": dtype}
     asked |= {"q_lora_rank": widths.q_lora_rank, "kv_lora_rank": widths.kv_lora_rank}
     asked |= {"weight_dtype": weight_dtype or dtype, "quant": quant, "capture": capture}
     if arch:
         asked |= {"use_aiter": aiter, "aiter_api": aiter_api if aiter else "none"}
-        context = Context(arch=arch, **asked)
+        call = Context(arch=arch, **asked)
     else:
         if aiter:
             raise MisuseError("--aiter speaks of a card: name it too, for example --arch gfx950")
-        context = replace(probe.here(default_device()), **asked)
-    answer = ask(context, policy)
+        call = replace(probe.here(default_device()), **asked)
+    answer = ask(call, policy)
     if as_json:
         print(json.dumps(answer.to_json(), indent=1, default=str))
         return
-    print(f"on {context.arch}, {answer.line}")
+    print(f"on {call.arch}, {answer.line}")
     print(f"the rule: {answer.rule.text} ({answer.rule.source})")
     if answer.here:
         print(f"not here: {answer.here}")

@@ -16,6 +16,7 @@ from mlakit.errors import ExitCode, MisuseError
 
 @app.command(epilog="Example: mlakit sweep --arch cpu --batch 1,64,1024 --model DeepSeek-V3,GLM-5")
 def sweep(
+    context: typer.Context,
     preset: Annotated[str, typer.Option(help="quick or qk-norm.")] = "",
     spec: Annotated[str, typer.Option(help="A TOML or JSON file of the same options.")] = "",
     arch: Arch = None,
@@ -49,11 +50,13 @@ def sweep(
     )  # fmt: skip
     options: dict = {"progress": progress()}
     if resume:
+        base.refuse_beside(context, "with --resume", "out")
         cells, folder = None, Path(resume)
         options |= {"force": force, "retry": split(retry), "time_limit_s": time_limit_s}
         chosen.pop("time_limit_s", None)
         run.refuse_beside_resume(*chosen, *given(spec=spec))
     else:
+        base.refuse_beside(context, "without --resume", "force", "retry")
         read = SweepSpec.load(spec, **chosen) if spec else None
         asked = read or SweepSpec.parse(chosen or {"preset": "quick"})
         cells, folder = asked.cells(here()[0]), store.new_run_dir(out)
@@ -71,14 +74,18 @@ def sweep(
 
 
 def _print_speed(run_dir: str) -> None:
-    """The table of a sweep: microseconds a path and batch, and the headline ratio."""
+    """The table of a sweep: microseconds a path and batch, the headline ratio, what is doubtful."""
     from mlakit.report import chapters
     from mlakit.sweep.store import read_rows
 
     frame = read_rows(run_dir, "timing")
     table = chapters.speed_table(frame)
+    title = "median microseconds per call; x: times as fast as the best unfused path"
+    marks = [{"mark": m, "flags": flags} for flags, m in chapters.flag_marks(frame).items()]
     if table:
-        print_rows(table, "median microseconds per call; x: times as fast as the best unfused path")
+        print_rows(table, title + ("; [n]: flagged, see below" if marks else ""))
+    if marks:
+        print_rows(marks, "flags of the figures so marked")
     rest = chapters.not_run(frame)
     if len(rest):
         print_rows(rest.to_dict("records"), "without a figure")
@@ -124,21 +131,26 @@ def report(
 
 @app.command(epilog="Example: mlakit runs --prune 20")
 def runs(
+    context: typer.Context,
     root: Annotated[str, typer.Argument(help="The folder of runs.")] = "runs",
     show: Annotated[str, typer.Option(help="A run's name: its record, its rows.")] = "",
-    prune: Annotated[int | None, typer.Option(help="Delete all but the newest N.")] = None,
+    prune: Annotated[int | None, typer.Option(min=0, help="Delete all but the newest N.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder, show one, or delete old ones."""
     from mlakit.sweep import store
 
+    if not Path(root).is_dir():
+        raise MisuseError(f"no folder {root}: name one of runs, as `mlakit sweep` makes")
     if show:
+        base.refuse_beside(context, "with --show", "prune", "as_json")
         record = store.show_run(Path(root) / show)
         print(json.dumps({k: v for k, v in record.items() if k != "cells"}, indent=1))
         for kind in record["measure"]:
             if kind == "timing":
                 _print_speed(str(Path(root) / show))
     elif prune is not None:
+        base.refuse_beside(context, "with --prune", "as_json")
         gone = store.prune(root, keep=prune)
         print(f"deleted {len(gone)} runs" + (f": {', '.join(gone)}" if gone else ""))
     else:
@@ -150,21 +162,45 @@ def record(
     out: Annotated[str, typer.Option(help="The folder that the file goes into.")] = ".",
     keep: Annotated[str, typer.Option(help="The folder that the run itself goes into.")] = "runs",
 ) -> int:
-    """Measure the standard grid on the card that is here and write one file to contribute."""
+    """Measure the standard grid on the card that is here and write one file to contribute.
+
+    A run that stopped midway goes on.
+    """
     from mlakit.report import contribute
-    from mlakit.sweep import run, store
+    from mlakit.sweep import run
 
     folder = Path(out)
     if not folder.is_dir():
         raise MisuseError(f"no folder {out}: name one that is there")
-    arch = here()[0]
-    done = run.run_sweep(contribute.cells(arch), store.new_run_dir(keep), progress=progress())
+    cells = contribute.cells(here()[0])
+    done = run.run_sweep(cells, _run_to_record(keep, cells), progress=progress())
     print(done)
     if done.exit_code not in (ExitCode.OK, ExitCode.FAILED):
         return done.exit_code
     file = folder / contribute.file_name(done.run_dir)
     print(contribute.pack(done.run_dir, file))
     return done.exit_code
+
+
+def _run_to_record(keep: str, cells: list) -> Path:
+    """The newest run below ``keep`` that stopped midway through these cells here, or a new one."""
+    from mlakit.sweep import store
+    from mlakit.sweep.worker import difference, environment
+
+    ids = [cell.id for cell in cells]
+    for _, folder in reversed(store.runs_below(keep)):
+        try:
+            run = store.show_run(folder)
+        except MisuseError:
+            continue  # unreadable
+        same = (run["cell_ids"], run["measure"]) == (ids, ["timing"])
+        stopped = run["status"] in ("crashed", "interrupted") or run["done"]["timing"] < len(ids)
+        if not same or not stopped or run["status"] == "running":
+            continue
+        if not (run["environment"] and difference(run["environment"], environment())):
+            line(f"going on with {folder}")
+            return folder
+    return store.new_run_dir(keep)
 
 
 @app.command(epilog="Example: mlakit ingest mi300x-2026-12-01.parquet")
