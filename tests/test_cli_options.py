@@ -91,7 +91,6 @@ def test_a_recording_that_was_interrupted_goes_on_where_it_stopped(
     log = tmp_path / "log"
     monkeypatch.setenv("DOUBLES_LOG", str(log))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "sweep"))
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "no-repository"))
     monkeypatch.setenv("MLAKIT_LOCK_DIR", str(tmp_path))
     monkeypatch.setattr(run, "FUNCTIONS", {"timing": "doubles:measure"})
     monkeypatch.setattr("mlakit.cli.run.here", lambda: ("cpu",))
