@@ -34,6 +34,12 @@ def course():
         sys.path.remove(str(LESSONS))
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """What a lesson measures goes into a run's folder below this one, not into the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def cells(name: str) -> list[dict]:
     found = json.loads((LESSONS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     return [c for c in found if c["cell_type"] == "code"]
