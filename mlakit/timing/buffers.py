@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,23 @@ def slots_for(cell: Cell, cache_bytes: int) -> int:
     return 1 if cell.cache == "hot" else -(-2 * cache_bytes // turning)
 
 
+class _Slots:
+    """Each is made when first asked for: of short rows there are a million, and a run uses few."""
+
+    def __init__(self, count: int, make: Callable[[int], Slot]) -> None:
+        self._made: list[Slot | None] = [None] * count
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, i: int) -> Slot:
+        found = self._made[i]
+        if found is None:
+            found = self._made[i] = self._make(i)
+        return found
+
+
 class Ring:
     """Slots taken in turn by every lane of a cell, so that none finds what another left cached.
 
@@ -90,7 +108,7 @@ class Ring:
         widths = (w.q_lora_rank, w.kv_lora_rank) if _rotates_outputs(cell) else ()
         self._out = [_slab(count, m * n, dtype, device) for n in widths]
         self.fill(cell.seed)
-        self.slots = [self._slot(i) for i in range(count)]
+        self.slots = _Slots(count, self._slot)
 
     def fill(self, seed: int) -> None:
         """New inputs, in place; outputs become NaN. Slots differ by an exact sign and scale."""

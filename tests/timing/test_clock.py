@@ -206,3 +206,15 @@ def test_kernel_lane_adds_the_kernels_of_a_call(monkeypatch):
     assert lane.kernels == ("q", "k")
     slot, out = lane.seen[-1]
     assert out[0].data_ptr() == slot.out[0].data_ptr()
+
+
+def test_a_ring_of_short_rows_makes_the_slots_that_are_asked_for(monkeypatch):
+    """At 8 + 8 twice a cache is a million slots; a run takes a few thousand of them."""
+    made = []
+    real = buffers.Ring._slot
+    monkeypatch.setattr(buffers.Ring, "_slot", lambda ring, i: made.append(i) or real(ring, i))
+    ring = buffers.Ring(Cell("cpu", 1, 8, 8, ("torch_native",)), "cpu", 1000)
+    assert len(ring.slots) == 1000
+    taken = [ring.take(3), ring.take(3)]
+    assert [s.index for part in taken for s in part] == made == [0, 1, 2, 3, 4, 5]
+    assert ring.take(998)[-3] is taken[0][1]
