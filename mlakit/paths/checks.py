@@ -136,7 +136,7 @@ def need_memory(*tensors) -> None:
     """
     for x in tensors:
         dispatches = type(x).__torch_dispatch__ is not _NO_DISPATCH
-        if dispatches or x.is_meta or x._is_zerotensor():
+        if dispatches or (not x.data_ptr() and x.numel()):
             what = type(x).__name__ if dispatches else "meta tensor" if x.is_meta else "zero tensor"
             raise MisuseError(
                 f"a {what} has no memory that a kernel could compute on, and this path cannot be "
