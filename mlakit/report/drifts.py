@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 
 from mlakit import locks
+from mlakit.context import Context
 from mlakit.datafiles import data_dir
+from mlakit.dispatch import probe
 from mlakit.drift import depth, findings, flips, implementations
 from mlakit.drift.evals import significance
 from mlakit.drift.ulp import compare
@@ -25,14 +27,21 @@ PAIRS = (("round_once", "cast_then_weight"), ("round_once", "truncate"), ("round
 
 
 def ulp_bars(model: str, dtype: str, m: int = 64, seed: int = 0) -> pd.DataFrame:
-    """Bars for ``plots.error_histogram``: q of this CPU's paths, measured, and of formulas."""
+    """Bars for ``plots.error_histogram``: this CPU's paths, measured, and formulas.
+
+    Of q; of kv where the model has no q latent.
+    """
     given = make(m, parse_hidden(model), dtype, seed=seed)
-    want, bars = oracle(given.q, given.q_weight, given.q_eps), []
-    for name in (*PATHS, *FORMULAS):
+    part = 0 if given.q.shape[-1] else 1
+    x, weight, eps = given.args[3 * part : 3 * part + 3]
+    want, bars = oracle(x, weight, eps), []
+    context = Context(packages=probe.packages(), q_lora_rank=given.q.shape[-1])
+    able = [name for name in PATHS if registry.get(name).supports(context) is None]
+    for name in (*able, *FORMULAS):
         if name in ROUNDINGS:
-            got = ROUNDINGS[name](given.q, given.q_weight, given.q_eps)
+            got = ROUNDINGS[name](x, weight, eps)
         else:
-            got = registry.get(name).call(*given.args)[0]
+            got = registry.get(name).call(*given.args)[part]
         bars += compare(got, want).bars(name, "emulated" if name in ROUNDINGS else "measured")
     return pd.DataFrame(bars)
 

