@@ -80,10 +80,12 @@ def _module_reason(name: str) -> str | None:
 
 def _cxx_reason() -> str | None:
     """Whether the compiler that torch's inductor would take can compile what inductor writes."""
-    name = os.environ.get("CXX") or "g++"
+    # as inductor reads it: an empty CXX is taken, and no compiler
+    name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
-        return f"no C++ compiler: {name} is not on PATH; install g++ or set CXX"
+        told = f"{name} is not on PATH" if name else "CXX is empty"
+        return f"no C++ compiler: {told}; install g++ or set CXX"
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").is_file():
         return f"no Python.h in {include}; install this Python's development headers"
@@ -121,11 +123,13 @@ def aiter_in_use() -> bool:
 
 def device_arch(device: str) -> str:
     """The base arch of ``cpu``, ``cuda`` or ``cuda:1``; ``cpu`` where that device is not here."""
-    if device == "cpu":
+    kind, colon, index = device.partition(":")
+    if kind == "cpu":
         return "cpu"
-    found = archs.devices()
-    index = int(device.split(":")[1]) if ":" in device else 0
-    return found[index].arch if index < len(found) else "cpu"
+    found, index = archs.devices(), index if colon else "0"
+    # isdecimal: -1 would count from the end, and "cuda:" and "cuda:x" name no device
+    known = index.isdecimal() and int(index) < len(found)
+    return found[int(index)].arch if known else "cpu"
 
 
 def machine_fields() -> dict:

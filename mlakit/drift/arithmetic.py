@@ -40,6 +40,22 @@ def probe(
     return x.to(kind).to(device), weight.to(kind).to(device)
 
 
+def ask(fn: Norm, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | str:
+    """What ``fn`` gives, or one line that says why it is nothing to work with: never raises."""
+    try:
+        got = fn(x, weight, eps)
+    except Exception as error:
+        # anyone's callable may raise anything, and that is the finding
+        return one_line(error)
+    if isinstance(got, torch.Tensor):
+        if got.shape == x.shape and got.dtype in (x.dtype, weight.dtype):
+            return got
+        what = f"{tuple(got.shape)} {got.dtype}"
+    else:
+        what = str(type(got))
+    return f"it returned {what} for {tuple(x.shape)} {x.dtype}"
+
+
 # ---- the arithmetic of s
 
 
@@ -93,7 +109,9 @@ def arithmetic(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[dict[
         return {}, "arithmetic: hidden behind a rounded scale"
     # 384 is no power of two, so that dividing and multiplying by 1/N differ
     x, weight = probe(6144, 384, dtype, device, seed=3)
-    got = fn(x, weight, EPS)
+    got = ask(fn, x, weight, EPS)
+    if isinstance(got, str):
+        return {}, f"arithmetic: {len(x)} rows of {x.shape[-1]} are refused ({got})"
     total = x.double().square().sum(-1, keepdim=True).float()
     alive = []
     for mean, root in itertools.product(_MEANS, _ROOTS):
@@ -167,13 +185,7 @@ def contraction(fn: Norm, recipe: Recipe, dtype: str, device: str) -> str:
         ("mean + eps", dtype, _mean_trial),
         ("sum in float32", "fp32", _sum_trial),
     ):
-        try:
-            lines.append(f"{label}: {_cancelled(fn, recipe, trial, kind, device)}")
-        except Exception as error:
-            # refusing float32 or an eps below 0 is the callable's right; say so and go on
-            why = one_line(error)
-            why = "an eps below 0 is refused" if "eps is -" in why else why[:60]
-            lines.append(f"{label}: not observable ({why})")
+        lines.append(f"{label}: {_cancelled(fn, recipe, trial, kind, device)}")
     return "; ".join(lines)
 
 
@@ -232,15 +244,21 @@ def _sum_trial(seed: int) -> tuple[torch.Tensor, dict[str, float], float]:
 
 
 def _cancelled(fn: Norm, recipe: Recipe, trial: Callable, kind: str, device: str) -> str:
-    """Which of a trial's variants gives the observed size of y, over 16 seeds."""
+    """Which of a trial's variants gives the observed size of y, over 16 seeds.
+
+    Refusing float32 or an eps below 0 is the callable's right: then the line says so.
+    """
     alive = None
     for seed in range(16):
         x, variants, eps = trial(seed)
         # two equal rows: compilers treat one row as a case of its own
         x = x.to(TORCH_DTYPES[kind]).to(device).repeat(2, 1)
         weight = torch.ones(x.shape[-1], dtype=x.dtype, device=device) - recipe.offset
-        got = fn(x, weight, eps).double()
-        seen = float((x.double() / got).square().mean())
+        got = ask(fn, x, weight, eps)
+        if isinstance(got, str):
+            why = "an eps below 0 is refused" if "eps is -" in got else got[:60]
+            return f"not observable ({why})"
+        seen = float((x.double() / got.double()).square().mean())
         fits = {k for k, v in variants.items() if v > 0 and abs(seen / v - 1) < 0.02}
         alive = fits if alive is None else alive & fits
     return " or ".join(sorted(alive)) if alive else "none of these"

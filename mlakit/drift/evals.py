@@ -6,12 +6,15 @@ import contextlib
 import csv
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Any
+from typing import Any, TypeGuard
 
+from mlakit.drift import exact
 from mlakit.errors import MisuseError, one_line, unknown
 
 REAL, INCONCLUSIVE, NO_EVIDENCE = "real", "inconclusive", "no evidence"
@@ -22,6 +25,8 @@ Z_REAL, Z_INCONCLUSIVE = 1.96, 1.0
 _NORMAL = NormalDist()
 _DETECTED = Z_REAL + _NORMAL.inv_cdf(0.8)
 """standard errors that a true difference needs, to be called real in 80 % of tries"""
+_EXPECTED = 5
+"""of right and of wrong answers a side; under it z is far from normal and Fisher's test judges"""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,14 @@ class Judgement:
     difference: float | None = None
     """b - a"""
     interval: tuple[float, float] | None = None
-    """95 % interval of ``difference``"""
+    """95 % interval of ``difference``; None where Fisher's exact test judged, which has none"""
     z: float | None = None
     p: float | None = None
     """two-sided"""
     power: float | None = None
     """chance that a true difference of this size is called real with this n"""
     smallest_detectable: float | None = None
-    """difference called real in 80 % of tries with this n"""
+    """difference called real in 80 % of tries with this n; None: this n can show none at all"""
     paired: bool = False
     flips: tuple[int, int] | None = None
     """paired questions: (only a right, only b right)"""
@@ -63,15 +68,24 @@ def verdict_of(z: float) -> str:
 
 def z_of(p: float, sign: float = 1.0) -> float:
     """The z whose two-sided p this is, with the sign of ``sign``."""
-    return math.copysign(_NORMAL.inv_cdf(max(p, 1e-300) / 2), sign)
+    # 0.0 makes a -0.0 of a p of 1 a plain 0
+    return math.copysign(_NORMAL.inv_cdf(max(p, 1e-300) / 2), sign) + 0.0
 
 
 def detectable(accuracy: float, n: float) -> float:
     """The smallest difference near ``accuracy`` that two runs of n questions call real.
 
     ``(1.96 + 0.84) * sqrt(2 p (1 - p) / n)``, with 80 % power: 0.028 near 0.93 for n = 1319.
+    An accuracy of 0 or 1 is taken half an answer off: n answers can't tell it from that.
     """
-    return _DETECTED * math.sqrt(2 * accuracy * (1 - accuracy) / n)
+    accuracy = min(max(accuracy, 0.5 / n), 1 - 0.5 / n)
+    return min(_DETECTED * math.sqrt(2 * accuracy * (1 - accuracy) / n), 1.0)
+
+
+def _shown(smallest: float | None, by: str) -> str:
+    if smallest is None:
+        return f"{by} can show no change at all"
+    return f"the smallest change {by} show is {100 * smallest:.1f} points"
 
 
 def _judged(z: float, p: float, text: str, **figures: Any) -> Judgement:
@@ -90,62 +104,82 @@ def significance(
 
     Each is an accuracy (a float, 0 to 1) with ``n`` questions, a count of right answers (an int)
     out of ``n``, or a file of per-question results (CSV or JSONL; see ``read_results``). Two files
-    with the same questions are compared paired, by the exact McNemar test.
+    with the same questions are compared paired, by the exact McNemar test; two scores by the normal
+    approximation, or by Fisher's exact test where a side expects under 5 right or wrong answers.
 
     Two figures above 1 without n are throughputs, see ``throughput``.
 
     Raises:
         MisuseError: no n, a score outside 0 to 1, a count above n, or files that don't match.
     """
+    _check_finite(a, b)
     if a is None or b is None:
         given = b if a is None else a
         return Judgement(_NO_BASELINE, f"one score ({given}) and nothing to hold it against")
-    if isinstance(a, float) and isinstance(b, float) and min(a, b) > 1 and n is None:
-        return throughput(a, b)
     if isinstance(a, str | Path) and isinstance(b, str | Path):
         return paired(read_results(a), read_results(b))
+    if n is None and _is_fraction(a) and _is_fraction(b) and min(a, b) > 1:
+        return throughput(float(a), float(b))
     p_a, n_a = _score(a, n)
     p_b, n_b = _score(b, n)
     return _two_proportions(p_a, n_a, p_b, n_b)
+
+
+def _is_fraction(value: Any) -> TypeGuard[float]:
+    """Whether it is a number and no count; numpy's own numbers are no Python ones."""
+    return isinstance(value, Real) and not isinstance(value, Integral)
+
+
+def _check_finite(*figures: Any) -> None:
+    for value in figures:
+        if isinstance(value, Real) and not math.isfinite(value):
+            raise MisuseError(f"figure {value}: a run that gave no number; give finite figures")
 
 
 def _score(value: float | int | str | Path, n: int | None) -> tuple[float, int]:
     if isinstance(value, str | Path):
         results = read_results(value)
         return sum(results.values()) / len(results), len(results)
-    if n is None or n < 1:
+    if n is None or not n >= 1:
         raise MisuseError(
             f"score {value} with n = {n}: a score says nothing without its number of questions; "
             "give n, for example n=1319"
         )
-    if isinstance(value, int):
+    if isinstance(value, Integral):
         if not 0 <= value <= n:
             raise MisuseError(f"count {value} of {n}: give a count from 0 to n")
-        return value / n, n
+        return int(value) / n, int(n)
     if not 0 <= value <= 1:
         raise MisuseError(
             f"score {value}: give an accuracy from 0 to 1 or a whole count; for a throughput "
             "use throughput() with samples"
         )
-    return float(value), n
+    return float(value), int(n)
 
 
 def _two_proportions(p_a: float, n_a: int, p_b: float, n_b: int) -> Judgement:
     pooled = (p_a * n_a + p_b * n_b) / (n_a + n_b)
-    spread = math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
     difference = p_b - p_a
-    z = difference / spread if spread else 0.0
-    p = math.erfc(abs(z) / math.sqrt(2))
-    half = Z_REAL * math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
-    smallest = detectable(pooled, 2 / (1 / n_a + 1 / n_b))
+    n = 2 / (1 / n_a + 1 / n_b)
+    few = exact.too_few(n_a, n_b)
+    smallest = None if few else max(detectable(pooled, n), exact.least_shown(n))
+    interval = None
+    if min(pooled, 1 - pooled) * min(n_a, n_b) < _EXPECTED:
+        p = exact.fisher(round(p_a * n_a), n_a, round(p_b * n_b), n_b)
+        z, test, how = z_of(p, difference), "Fisher's exact, unpaired", " by Fisher's exact test"
+    else:
+        z = difference / math.sqrt(pooled * (1 - pooled) * (1 / n_a + 1 / n_b))
+        p = math.erfc(abs(z) / math.sqrt(2))
+        half = Z_REAL * math.sqrt(p_a * (1 - p_a) / n_a + p_b * (1 - p_b) / n_b)
+        interval = (difference - half, difference + half)
+        test, how = "two proportions, pooled, unpaired", ""
     both = f"{n_a}" if n_b == n_a else f"{n_a} and {n_b}"
     return _judged(
         z, p,
-        f"{p_a:.4g} to {p_b:.4g} with n = {both} is z = {z:+.2f}, p = {p:.2g}; the smallest change "
-        f"these n show is {100 * smallest:.1f} points",
-        a=p_a, b=p_b, n_a=n_a, n_b=n_b, difference=difference,
-        interval=(difference - half, difference + half), smallest_detectable=smallest,
-        test="two proportions, pooled, unpaired",
+        f"{p_a:.4g} to {p_b:.4g} with n = {both} is z = {z:+.2f}, p = {p:.2g}{how}; "
+        f"{_shown(smallest, 'these n')}",
+        a=p_a, b=p_b, n_a=n_a, n_b=n_b, difference=difference, interval=interval,
+        smallest_detectable=smallest, test=test,
     )  # fmt: skip
 
 
@@ -153,31 +187,29 @@ def paired(a: Mapping[Any, bool], b: Mapping[Any, bool]) -> Judgement:
     """Judge two runs of the same questions (question: right) by the exact McNemar test.
 
     Raises:
-        MisuseError: the questions differ.
+        MisuseError: the questions differ, or there are none.
     """
-    from scipy.stats import binomtest
-
     if set(a) != set(b):
         only = sorted(set(a) ^ set(b))
         raise MisuseError(
             f"the files hold different questions ({len(only)} in one only, such as {only[0]!r}); "
             "compare two runs of the same questions"
         )
+    if not a:
+        raise MisuseError("no questions on either side: give two runs of at least one")
     n = len(a)
     lost = sum(a[k] and not b[k] for k in a)
     won = sum(b[k] and not a[k] for k in a)
-    flips = lost + won
-    p = float(binomtest(won, flips, 0.5).pvalue) if flips else 1.0
-    z, difference = z_of(p, won - lost), (won - lost) / n
-    half = Z_REAL * math.sqrt(max(flips - (won - lost) ** 2 / n, 0.0)) / n
-    smallest = _DETECTED * math.sqrt(max(flips, 1)) / n
+    p, interval = exact.mcnemar(lost, won, n)
+    z, difference, smallest = z_of(p, won - lost), (won - lost) / n, None
+    if n >= exact.NEEDED:
+        smallest = min(max(_DETECTED * math.sqrt(lost + won) / n, exact.least_shown(n)), 1.0)
     return _judged(
         z, p,
         f"of {n} questions {lost} were lost and {won} won, exact McNemar p = {p:.2g} "
-        f"(z = {z:+.2f}); with this many flips the smallest change shown is "
-        f"{100 * smallest:.1f} points",
+        f"(z = {z:+.2f}); {_shown(smallest, f'{n} questions with this many flips')}",
         a=sum(a.values()) / n, b=sum(b.values()) / n, n_a=n, n_b=n, difference=difference,
-        interval=(difference - half, difference + half), smallest_detectable=smallest,
+        interval=interval, smallest_detectable=smallest,
         paired=True, flips=(lost, won), test="exact McNemar, paired",
     )  # fmt: skip
 
@@ -204,7 +236,8 @@ def read_results(path: str | Path) -> dict[str, bool]:
     if not path.is_file():
         raise MisuseError(f"no file {path}: give a CSV or JSONL of per-question results")
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        # -sig: Excel's byte-order mark would be taken for a part of the first column's name
+        with open(path, newline="", encoding="utf-8-sig") as file:
             if path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
                 rows = [json.loads(line) for line in file if line.strip()]
             else:
@@ -224,10 +257,10 @@ def read_results(path: str | Path) -> dict[str, bool]:
     found = next((name for name in _RIGHT_NAMES if name in rows[0]), None)
     if found is None:
         raise MisuseError(f"{path} has no result column; one of {', '.join(_RIGHT_NAMES)}")
-    key = next((name for name in _ID_NAMES if name in rows[0]), None)
+    key = next((name for name in _ID_NAMES if any(name in row for row in rows)), None)
     results: dict[str, bool] = {}
     for line, row in enumerate(rows, 1):
-        if found not in row or (key and key not in row):
+        if row.get(found) is None or (key and row.get(key) is None):
             raise MisuseError(f"{path} line {line} has no {found!r} or no {key!r}: complete it")
         name = str(row[key]) if key else str(line)
         if name in results:
@@ -294,14 +327,15 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
 
     A pair of single figures can't be judged: nothing says how far either moves by itself.
     With two samples or more a side: Welch's test on the logarithms, so that ``difference`` and
-    ``interval`` are relative (0.008 is +0.8 %).
+    ``interval`` are relative (0.008 is +0.8 %). No verdict where no side's samples differ at all.
 
     Raises:
-        MisuseError: a figure that is not above 0.
+        MisuseError: a figure that is not above 0, or not finite.
     """
     a_all, b_all = (list(v) if isinstance(v, Sequence) else [float(v)] for v in (a, b))
     if not a_all or not b_all:
         return Judgement(_NO_BASELINE, "one side has no figure at all")
+    _check_finite(*a_all, *b_all)
     if min(a_all + b_all) <= 0:
         raise MisuseError("a throughput of 0 or less: give figures above 0")
     logs_a, logs_b = ([math.log(v) for v in values] for values in (a_all, b_all))
@@ -316,14 +350,17 @@ def throughput(a: float | Sequence[float], b: float | Sequence[float]) -> Judgem
             "spread: whether it is chance can't be said; give the samples of both runs"
         )
         return Judgement(_NO_SAMPLES, text, **known)
-    from scipy.stats import ttest_ind
-
-    result = ttest_ind(logs_b, logs_a, equal_var=False)
-    low, high = (math.expm1(v) for v in result.confidence_interval(0.95))
-    p = float(result.pvalue)
-    if math.isnan(p):
+    if min(a_all) == max(a_all) and min(b_all) == max(b_all):
         text = "no sample differs from the others of its side; samples of a clock do"
         return Judgement(_NO_SAMPLES, text, **known)
+    from scipy.stats import ttest_ind
+
+    with warnings.catch_warnings():
+        # one side without a spread is the other's to judge: no reason for scipy's warning
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = ttest_ind(logs_b, logs_a, equal_var=False)
+    low, high = (math.expm1(v) for v in result.confidence_interval(0.95))
+    p = float(result.pvalue)
     z = z_of(p, float(result.statistic))
     text = f"{change:+.2%} (95 % interval {low:+.2%} to {high:+.2%}), z = {z:+.2f}, p = {p:.2g}"
     test = "Welch on log throughput, unpaired"

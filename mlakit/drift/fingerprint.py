@@ -14,9 +14,8 @@ from functools import cache
 
 import torch
 
-from mlakit.drift.arithmetic import EPS, Norm, arithmetic, contraction, probe
+from mlakit.drift.arithmetic import EPS, Norm, arithmetic, ask, contraction, probe
 from mlakit.drift.ulp import ulps
-from mlakit.errors import one_line
 from mlakit.rounding import EPS_RULES, STATISTICS, Recipe
 
 _ROW_SLACK = 0.01
@@ -72,37 +71,35 @@ def _is_pair(fn: Callable) -> bool:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return False
-    return sum(p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters) >= 6
+    # a norm's options (casting_mode, in_place) have defaults; a pair's six inputs have none
+    needed = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return len(needed) >= 6
 
 
 @torch.no_grad()
 def fingerprint(fn: Callable, *, device: str = "cpu", dtype: str = "bf16") -> Fingerprint:
     """Name the rounding order of ``fn(x, weight, eps)``, an RMSNorm over the last dimension.
 
-    A callable of six arguments is a pair (q, q_weight, q_eps, k, k_weight, k_eps): its q is taken;
-    ``second_of_pair`` makes a norm of its k. Experiments: the order
+    A callable of six arguments without defaults is a pair (q, q_weight, q_eps, k, k_weight, k_eps):
+    its q is taken; ``second_of_pair`` makes a norm of its k. Experiments: the order
     (statistic, eps, reciprocal RMS, products, gemma's 1 + w); weights in float32; the arithmetic
     of s (mean, root, association) on 8e5 elements; contraction, by cancellation against eps.
 
-    Never raises for what ``fn`` does: a refusal or a wrong shape is in ``text``.
+    Never raises for what ``fn`` does: a refusal or a wrong shape is in ``text``; where only a later
+    experiment is refused (its width, its rows), in ``evidence``, and the others go on.
     """
     fn = first_of_pair(fn) if _is_pair(fn) else fn
     x, weight = probe(48, 128, dtype, device)
-    try:
-        got = fn(x, weight, EPS)
-    except Exception as error:
-        # anyone's callable may raise anything, and that is the finding
-        return Fingerprint(frozenset(), f"none of these: it raised {one_line(error)}", dtype=dtype)
-    if not isinstance(got, torch.Tensor) or got.shape != x.shape or got.dtype != x.dtype:
-        what = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, torch.Tensor) else type(got)
-        text = f"none of these: it returned {what} for {tuple(x.shape)} {x.dtype}"
-        return Fingerprint(frozenset(), text, dtype=dtype)
+    got = ask(fn, x, weight, EPS)
+    if isinstance(got, str):
+        why = got if got.startswith("it returned") else f"it raised {got}"
+        return Fingerprint(frozenset(), f"none of these: {why}", dtype=dtype)
     rough = {r: _share_of_rows(got, r(x, weight, EPS)) for r in _candidates(dtype)}
     best = max(rough, key=lambda r: rough[r])
     evidence = [f"order, 48 rows: best of {len(rough)} is {best.name}, {rough[best]:.0%} of rows"]
     if rough[best] < _ROWS_WANTED:
         return _not_exact(fn, x, weight, got, best, rough[best], evidence, dtype)
-    fits, line = _refine(fn, [r for r in rough if rough[r] >= 0.9], dtype, device)
+    fits, line = _refine(fn, {r: v for r, v in rough.items() if v >= 0.9}, dtype, device)
     best = fits[0]
     evidence.append(line)
     details, names = {}, {r.name for r in fits}
@@ -123,10 +120,18 @@ def fingerprint(fn: Callable, *, device: str = "cpu", dtype: str = "bf16") -> Fi
     )
 
 
-def _refine(fn: Norm, near: list[Recipe], dtype: str, device: str) -> tuple[list[Recipe], str]:
-    """Those of ``near`` that fit 1024 rows best; evidence, with the best of the others."""
+def _refine(
+    fn: Norm, near: dict[Recipe, float], dtype: str, device: str
+) -> tuple[list[Recipe], str]:
+    """Those of ``near`` that fit 1024 rows best; evidence, with the best of the others.
+
+    Where 1024 rows are refused: those that fit the 48 of the first probe best (the shares given).
+    """
     x, weight = probe(1024, 128, dtype, device, seed=4)
-    got = fn(x, weight, EPS)
+    got = ask(fn, x, weight, EPS)
+    if isinstance(got, str):
+        top = max(near.values())
+        return [r for r in near if near[r] == top], f"order, 1024 rows: refused ({got})"
     shares = {r: _share_of_rows(got, r(x, weight, EPS)) for r in near}
     top = max(shares.values())
     fits = [r for r in near if shares[r] == top]
@@ -185,7 +190,11 @@ def _share_of_rows(got: torch.Tensor, want: torch.Tensor) -> float:
 def _not_exact(fn, x, weight, got, best: Recipe, share: float, evidence, dtype) -> Fingerprint:
     """Look for a scale a row, of whatever value, that explains the outputs under some product."""
     half = _permuted(x)
-    again = fn(half, weight, EPS)
+    again = ask(fn, half, weight, EPS)
+    text = f"none of these: nearest is {best.name}, which fits {share:.0%} of rows"
+    if isinstance(again, str):
+        evidence.append(f"free scale: sorted rows are refused ({again})")
+        return Fingerprint(frozenset(), text, {}, tuple(evidence), dtype)
     for product, offset in itertools.product(
         ("round_once", "cast_then_weight", "truncate"), (0, 1)
     ):
@@ -212,7 +221,6 @@ def _not_exact(fn, x, weight, got, best: Recipe, share: float, evidence, dtype) 
             names = set()
             text = f"none of these: one scale a row under {recipe.name}, but {off}"
         return Fingerprint(frozenset(names), text, {"root": off}, tuple(evidence), dtype)
-    text = f"none of these: nearest is {best.name}, which fits {share:.0%} of rows"
     return Fingerprint(frozenset(), text, {}, tuple(evidence), dtype)
 
 
@@ -257,11 +265,10 @@ def _mixed_weight(fn: Norm, recipe: Recipe, dtype: str, device: str) -> tuple[st
     weight = (1 + 0.25 * torch.randn(x.shape[-1], generator=generator, dtype=torch.float32)).to(
         device
     )
-    try:
-        got = fn(x, weight, EPS)
-    except Exception as error:
+    got = ask(fn, x, weight, EPS)
+    if isinstance(got, str):
         # a refusal, of whatever type, leaves the two orders indistinguishable
-        why = f"a float32 weight is refused ({one_line(error)})"
+        why = f"a float32 weight is refused ({got})"
         return why, "possible", f"weight: {why}"
     scale = recipe.scale(x, EPS)
     rounded = recipe.apply(x, scale, weight.to(x.dtype))

@@ -11,7 +11,7 @@ import torch
 
 from mlakit.dispatch import probe
 from mlakit.drift.evals import paired, verdict_of, z_of
-from mlakit.errors import unknown
+from mlakit.errors import MisuseError, unknown
 from mlakit.models import mla, small
 from mlakit.models.hf import step_of
 from mlakit.paths import quantised, registry
@@ -84,12 +84,14 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
 
     Args:
         device: ``cpu`` or ``cuda``.
-        n: questions; the first n of one seeded list, all of which training saw.
+        n: questions; the first n of one seeded list (of 10,000), all of which training saw.
         names: of ``sides(device)``; all by default.
 
     Raises:
-        MisuseError: a name that is no side on this device.
+        MisuseError: a name that is no side on this device, or no questions.
     """
+    if n < 1:
+        raise MisuseError(f"n is {n}: give a number of questions from 1 on, such as 2000")
     known = sides(device)
     for name in names or ():
         if name not in known:
@@ -104,7 +106,7 @@ def flips(device: str = "cpu", n: int = 2000, names: list[str] | None = None) ->
         judged = paired(dict(enumerate(base)), dict(enumerate(got)))
         (lost, won), (low, high) = judged.flips or (0, 0), judged.interval or (0.0, 0.0)
         figures = (judged.p, 1.0, judged.difference, low, high, judged.smallest_detectable)
-        rows.append((side, known[side], n, judged.b, lost, won, *figures, ""))
+        rows.append((side, known[side], len(base), judged.b, lost, won, *figures, ""))
     frame = pd.DataFrame(rows, columns=COLUMNS)
     tried = frame["side"] != BASELINE
     frame.loc[tried, "p_holm"] = stats.holm(frame.loc[tried, "p"])

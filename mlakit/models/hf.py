@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -87,6 +87,19 @@ def step_of(name: str | Callable | None) -> Callable:
     return partial(qk_rmsnorm, path=name)
 
 
+class _Mark:
+    """What every patched module carries, so that ``deepcopy`` of it is refused.
+
+    A copy would hold the same forwards, and they read the original's weights.
+    """
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise MisuseError(
+            "this model is patched, and a copy would go on computing with its weights: call "
+            "restore() on its handle first, copy, and patch each"
+        )
+
+
 class Patched(ExitStack):
     """What ``patch`` did; ``restore`` (or leaving a ``with``) undoes it exactly.
 
@@ -109,8 +122,9 @@ def patch(
     """Run the norm step of every MLA attention in ``model`` through another path.
 
     Weights, state dict, hooks and module classes stay as they are; a compiled model must be
-    compiled anew. Works under ``torch.compile`` with paths that can be traced. Merge adapters
-    (LoRA) into the projections first.
+    compiled anew. A patched model can't be copied (``deepcopy``): restore it first.
+    Works under ``torch.compile`` with paths that can be traced. Merge adapters (LoRA) into the
+    projections first.
 
     Args:
         model: of one of ``families()``, on any device.
@@ -143,10 +157,9 @@ def patch(
             else:
                 _kv_alone(attention, step, done)
                 done.separate += 1
-            attention.__dict__[_KEY] = True
-            done.callback(attention.__dict__.pop, _KEY)
-    except MisuseError:
-        done.restore()  # no model is left half patched
+            _mark(attention, done)
+    except BaseException:
+        done.restore()  # no model is left half patched, whatever the reason
         raise
     return done
 
@@ -158,9 +171,15 @@ def _eps(norm: nn.Module) -> float:
     raise MisuseError(f"{type(norm).__name__} has no eps that is known: patch can't take it over")
 
 
+def _mark(module: nn.Module, undo: ExitStack) -> None:
+    undo.callback(module.__dict__.pop, _KEY, None)
+    module.__dict__[_KEY] = _Mark()
+
+
 def _swap(module: nn.Module, forward: Callable, undo: ExitStack) -> None:
     undo.callback(_put_back, module, module.__dict__.get("forward"))
     module.forward = forward
+    _mark(module, undo)
 
 
 def _put_back(module: nn.Module, old: Callable | None) -> None:
@@ -253,7 +272,7 @@ def read_questions(file: str | Path) -> list[dict]:
     if not file.is_file():
         raise MisuseError(f"no file {file}: give a JSONL of id, prompt and answer")
     try:
-        lines = [x for x in file.read_text(encoding="utf-8").splitlines() if x.strip()]
+        lines = [x for x in file.read_text(encoding="utf-8-sig").splitlines() if x.strip()]
         rows = [dict(json.loads(line)) for line in lines]
     except (ValueError, TypeError, RecursionError) as error:
         raise MisuseError(f"{file} does not read as JSONL of objects: {error}") from None

@@ -136,6 +136,10 @@ def test_a_broken_package_is_a_reason(monkeypatch, error):
 def test_a_compiler_that_fails_is_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler is not on PATH" in probe.package_reason("cxx")
+    # inductor takes the empty string, too, and does not fall back on g++
+    monkeypatch.setenv("CXX", "")
+    probe.refresh()
+    assert "CXX is empty" in probe.package_reason("cxx")
     bad = tmp_path / "bad-cxx"
     bad.write_text("#!/bin/sh\necho 'fatal error: cmath: No such file' >&2\nexit 1\n")
     bad.chmod(0o755)
@@ -208,6 +212,14 @@ def test_an_amd_machine(monkeypatch, cards):
 @pytest.mark.parametrize("device", ["cpu", "cuda:7", "cuda"])
 def test_here_never_raises(device, cards):
     cards("sm_89")
+    assert probe.here(device).arch == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda:-1", "cuda:x", "cuda:", "cuda:2", "cpu:0"])
+def test_a_device_that_is_none_gives_the_cpus_context(device, cards):
+    cards("gfx942", "gfx950")
+    assert probe.here("cuda").arch == "gfx942"
+    assert probe.here("cuda:1").arch == "gfx950"
     assert probe.here(device).arch == "cpu"
 
 

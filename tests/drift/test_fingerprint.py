@@ -177,3 +177,65 @@ def test_every_recipe_without_approximation_names_itself():
         Recipe(eps="eps_clamped", product="cast_then_weight"),
     ):
         assert fingerprint(recipe).names == {recipe.name}
+
+
+# ---- what refuses some experiments
+
+
+def _plain(x, weight, eps):
+    return ROUNDINGS["round_once"](x, weight, eps)
+
+
+@pytest.mark.parametrize("most", [64, 2048])
+def test_a_norm_that_takes_few_rows_is_still_named(most):
+    def norm(x, weight, eps):
+        if x.shape[0] > most:
+            raise ValueError(f"at most {most} rows")
+        return _plain(x, weight, eps)
+
+    found = fingerprint(norm)
+    assert "round_once" in found.names
+    assert any(f"refused (ValueError: at most {most} rows)" in line for line in found.evidence)
+
+
+def test_a_norm_of_one_width_is_still_named():
+    def norm(x, weight, eps):
+        if x.shape[-1] != 128:
+            raise ValueError("width 128 only")
+        return _plain(x, weight, eps)
+
+    found = fingerprint(norm)
+    assert found.names == {"round_once"}
+    assert any("rows of 384 are refused (ValueError: width 128" in e for e in found.evidence)
+    assert "mean + eps: not observable (ValueError: width 128 only)" in found.details["contraction"]
+
+
+@pytest.mark.parametrize("odd", [lambda x: None, lambda x: x[:1]])
+def test_an_odd_output_for_a_float32_weight_is_a_refusal(odd):
+    def norm(x, weight, eps):
+        return _plain(x, weight, eps) if weight.dtype == x.dtype else odd(x)
+
+    found = fingerprint(norm)
+    assert found.names == {"round_once"}
+    assert "a float32 weight is refused (it returned" in found.details["weight"]
+
+
+def test_an_inexact_norm_that_fails_on_its_second_call_is_none_of_these():
+    calls = []
+
+    def norm(x, weight, eps):
+        calls.append(x)
+        if len(calls) > 1:
+            raise RuntimeError("once only")
+        return torch.zeros_like(x)
+
+    found = fingerprint(norm)
+    assert found.text.startswith("none of these: nearest is")
+    assert "sorted rows are refused (RuntimeError: once only)" in found.evidence[-1]
+
+
+def test_a_norm_with_options_is_no_pair():
+    def norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        return _plain(x, weight, eps)
+
+    assert fingerprint(norm).names == {"round_once"}

@@ -65,6 +65,17 @@ def test_an_unknown_side_is_refused():
         flips(n=10, names=["truncated"])
 
 
+@pytest.mark.parametrize("n", [0, -5])
+def test_no_questions_are_refused(n):
+    with pytest.raises(MisuseError, match="from 1 on"):
+        flips(n=n, names=[BASELINE])
+
+
+def test_more_questions_than_there_are_count_as_many_as_there_are(monkeypatch):
+    monkeypatch.setattr(small, "questions", lambda n, all=small.questions(8): all[:n])
+    assert flips(n=20, names=[BASELINE])["n"].tolist() == [8]
+
+
 def test_the_verdict_allows_for_the_number_of_sides(rows):
     recorded = pd.read_csv(data_dir() / "recorded/h200/2026-11-30-flips.csv")
     assert ((recorded["p"] < 0.05) & (recorded["p_holm"] > 0.5)).any()  # luck among 38 sides

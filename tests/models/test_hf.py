@@ -1,5 +1,6 @@
 """The norm step of every MLA family that transformers ships: swapped, fused, restored exactly."""
 
+import copy
 import importlib
 import inspect
 
@@ -210,3 +211,47 @@ def test_a_model_that_cannot_be_patched_whole_is_left_as_it_was():
         hf.patch(model, "torch_native")
     assert "forward" not in vars(first.q_a_layernorm)
     assert not first._forward_pre_hooks
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
+def test_whatever_stops_a_patch_leaves_the_model_as_it_was(error, monkeypatch):
+    model = build("deepseek_v3")
+    first, last = (m for m in model.modules() if hasattr(m, "kv_a_layernorm"))
+    if error is TypeError:
+        last.kv_a_layernorm.variance_epsilon = None
+    else:
+        eps = hf._eps
+
+        def interrupted(norm):
+            if norm is last.kv_a_layernorm:
+                raise KeyboardInterrupt
+            return eps(norm)
+
+        monkeypatch.setattr(hf, "_eps", interrupted)
+    with pytest.raises(error):
+        hf.patch(model, "torch_native")
+    assert not any("forward" in vars(m) or "_mlakit" in vars(m) for m in model.modules())
+    assert not first._forward_pre_hooks
+
+
+@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None}])
+def test_a_patched_model_is_not_copied(sizes):
+    model = build("deepseek_v2" if sizes else "deepseek_v3", **sizes)
+    attention = next(m for m in model.modules() if hasattr(m, "kv_a_layernorm"))
+    with hf.patch(model, "torch_native"):
+        for given in (model, attention, attention.kv_a_layernorm):
+            with pytest.raises(MisuseError, match="patched"):
+                copy.deepcopy(given)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.zero_()
+    with hf.patch(twin, "torch_native"):
+        assert not logits(twin).any()
+    assert logits(model).any()
+
+
+def test_questions_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "q.jsonl"
+    file.write_text('\ufeff{"id": 1, "prompt": "2+2=", "answer": "4"}\n', encoding="utf-8")
+    assert hf.read_questions(file)[0]["id"] == 1
