@@ -24,9 +24,11 @@ import pandas as pd
 
 from mlakit import archs, launches
 from mlakit.archs import Arch
+from mlakit.context import Context
 from mlakit.datafiles import data_dir, read_table
 from mlakit.errors import MisuseError
 from mlakit.launches import KINDS, ONE_LAUNCH, ROW_PAIRS, Launch
+from mlakit.paths import registry
 from mlakit.shapes import Widths
 
 PARAMETERS = {
@@ -290,12 +292,17 @@ def estimate(path: str, arch: str, widths: Widths, m: int, dtype: str = "bf16") 
     Cold cache, launches back to back (graph clock) on a GPU; wall time on a CPU.
 
     Raises:
-        MisuseError: no model for that path or arch, or m below 1.
+        MisuseError: no model for that path or arch, a path that no card of the arch can run, or m
+            below 1.
     """
     if m < 1:
         raise MisuseError(f"batch is {m}: give a whole number of rows, 1 or more")
     of = card(arch)
     made = launches.plan(path, widths, m, dtype, arch=of.arch)
+    # asked of the usual shape with all packages there, so that only the arch can be the reason
+    is_path = path in registry.names()  # and no control
+    if is_path and (why := registry.get(path).supports(Context(arch=of.arch))):
+        raise MisuseError(f"no time of {path} on {of.arch}: {why}; give a path that runs there")
     none = np.zeros(len(made), int)
     found = by_cause(of.parameters, of.units, resident_threads(of.arch), columns_of(made), none, 1)
     parts = {k: float(v[0]) for k, v in found.items()}
@@ -328,7 +335,8 @@ def fused_path(arch: str) -> str:
 def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -> pd.DataFrame:
     """What the one launch saved buys at each M: fused against two good kernels of the same kind.
 
-    Two good kernels are QuACK's where it runs, else the fused kernel called once a part.
+    Two good kernels are QuACK's where it runs, else the fused kernel called once a part. With kv
+    alone there is no second launch to save: the fused kernel stands on both sides.
     ``slack_pct``: how much slower the fused kernel may be in all before two launches win.
     """
     name = archs.check(arch)
@@ -337,7 +345,7 @@ def fusion(arch: str, widths: Widths, batches: list[int], dtype: str = "bf16") -
     rows = []
     for m in batches:
         fused = estimate(one, arch, widths, m, dtype)
-        if quack:
+        if quack and widths.q_lora_rank:
             pair_us = estimate("quack_rms_norm", arch, widths, m, dtype).us
         else:
             pair_us = math.fsum(estimate(one, arch, w, m, dtype).us for w in parts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mlakit import archs
 from mlakit.errors import one_of
-from mlakit.paths import triton_config
+from mlakit.paths import registry, triton_config
 from mlakit.shapes import Widths
 
 ITEMSIZE = triton_config.ITEMSIZE
@@ -197,6 +197,7 @@ _NORMS: dict[str, Callable[[_Step], Launch]] = {
     "dual_stream": _torch_norm,
 }
 ONE_LAUNCH = ("triton_fused", "aiter_fused", "cpu_fused")
+"""Fused paths: one launch, or one a part from the path's own ``splits_from_m`` rows on."""
 ROW_PAIRS = ("quack_rms_norm", "liger_rms_norm", "flashinfer_rms_norm")
 MODELLED = ("copy_limit", "launch_floor", "torch_native", *ONE_LAUNCH, *_NORMS)
 """Names that ``plan`` knows how they work; quantised paths are not modelled."""
@@ -248,9 +249,12 @@ def plan(
     one_of("dtype", ITEMSIZE, dtype)
     if path == "launch_floor":
         return [Launch("copy", 0, 0, 0, 0, reads=0)]
-    if path in ONE_LAUNCH or path == "copy_limit":
-        return [_one(path, widths, m, dtype, arch)]
     parts = [w for w in (widths.q_lora_rank, widths.kv_lora_rank) if w]
+    if path in ONE_LAUNCH or path == "copy_limit":
+        splits_from_m = registry.get(path).splits_from_m if path in ONE_LAUNCH else None
+        if splits_from_m is not None and m >= splits_from_m:
+            return [_one(path, Widths(0, width), m, dtype, arch) for width in parts]
+        return [_one(path, widths, m, dtype, arch)]
     cpu = arch == "cpu"
     if cpu and path == "torch_native" and not widths.q_lora_rank:
         parts = [0, *parts]  # eager operations on an empty tensor are dispatched all the same

@@ -52,6 +52,17 @@ def test_early_launches_are_where_the_heuristic_asks_for_them(arch):
         assert (launch.starts == 0) == asked, (arch, m)
 
 
+def test_aiter_fused_is_two_launches_from_its_own_limit_on():
+    plans = [launches.plan("aiter_fused", V3, m, arch="gfx942") for m in (16383, 16384)]
+    assert [len(made) for made in plans] == [1, 2]
+    (one,), (q, k) = plans
+    assert (q.programs, k.programs, one.programs) == (16384, 16384, 2 * 16383)
+    assert q.moved == (2 * 16384 + 1) * 1536 * 2
+    assert latency.estimate("aiter_fused", "gfx942", V3, 16384).launches == 2
+    # kv alone was never a pair
+    assert len(launches.plan("aiter_fused", Widths(0, 512), 65536, arch="gfx942")) == 1
+
+
 P = {
     "launch_us": 0.5, "program_us": 0.3, "read_us": 0.6, "reread_us": 0.2, "meet_us": 0.1,
     "index_us": 0.7, "loaded_us": 0.2, "half_loaded": 1.0, "crowd": 2.0, "gbps": 1000.0,
@@ -183,6 +194,10 @@ def test_outside_the_calibrated_range_is_marked():
         (("triton_fused", "gfx955", V3, 64), "did you mean 'gfx950'"),
         (("triton_fused", "sm_90", V3, 0), "1 or more"),
         (("triton_fused", "sm_90", V3, 64, "fp8"), "unknown dtype"),
+        (("aiter_fused", "sm_90", V3, 64), "no time of aiter_fused on sm_90: .* AMD cards only"),
+        (("aiter_fused", "cpu", V3, 64), "AMD cards only, not on cpu"),
+        (("cpu_fused", "sm_90", V3, 64), "on a CPU only, not on sm_90"),
+        (("quack_rms_norm", "gfx950", V3, 64), "NVIDIA cards from sm_90 on, not gfx950"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused_in_a_line(arguments, words):
@@ -196,6 +211,13 @@ def test_fusing_saves_about_a_launch_and_matters_less_as_rows_grow(arch):
     assert (frame["saved_us"] > 0).all()
     assert frame["slack_pct"].is_monotonic_decreasing
     assert (frame["evidence"] == "modelled").all()
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx950", "cpu"])
+def test_kv_alone_has_no_launch_to_save(arch):
+    frame = latency.fusion(arch, Widths(0, 512), [1, 4096])
+    assert (frame["saved_us"] == 0).all()
+    assert latency.meeting_m(arch, Widths(0, 512)) == 1
 
 
 def test_every_line_of_the_table_has_a_source_and_a_known_name():

@@ -206,8 +206,9 @@ def _convert(hardware: int, name: str, software: int) -> str:
 def occupancy(arch: str, vgprs: int, lds_bytes: int, warps: int, sgprs: int = 0) -> tuple[int, str]:
     """(waves a SIMD holds, what limits them) for one kernel.
 
-    Registers are given out in granules; a workgroup's waves and LDS must be there at once. An arch
-    whose LDS size no source gave is not limited by LDS.
+    Registers are given out in granules; a workgroup's waves, their registers and its LDS must be
+    there at once, so whole workgroups are counted, and the waves are those of the SIMD that holds
+    most of them. An arch whose LDS size no source gave is not limited by LDS.
     """
     lds_total = (archs.arch(arch).lds_kib or 0) * 1024
     if arch.startswith("gfx"):
@@ -222,12 +223,13 @@ def occupancy(arch: str, vgprs: int, lds_bytes: int, warps: int, sgprs: int = 0)
         by_registers = _NVIDIA_REGISTERS // _SIMDS // per_warp
         lds_bytes += _NVIDIA_RESERVED_LDS
         groups = _NVIDIA_BLOCKS
-    limits = {"most a SIMD holds": most, "registers": by_registers}
-    limits["workgroups"] = -(-groups * warps // _SIMDS)
+    slots = {"most a SIMD holds": most, "registers": by_registers}
+    limits = {name: waves * _SIMDS // warps for name, waves in slots.items()}
+    limits["workgroups"] = groups
     if lds_bytes and lds_total:
-        limits["LDS"] = lds_total // lds_bytes * warps // _SIMDS
-    waves = min(limits.values())
-    return waves, next(name for name, n in limits.items() if n == waves)
+        limits["LDS"] = lds_total // lds_bytes
+    limit = min(limits, key=lambda name: limits[name])
+    return -(-limits[limit] * warps // _SIMDS), limit
 
 
 def _nvidia(compiled: Compiled, lines: list[str]) -> dict:

@@ -82,12 +82,14 @@ def audit(
         device: where its inputs go: ``cpu``, ``cuda``.
         dtype: bf16, fp16 or fp32.
         target: what the card calls it.
-        max_m: largest batch to try (65537 without).
+        max_m: largest batch to try, 1 or more (65537 without).
 
     Raises:
         MisuseError: ``fn`` names nothing that can be loaded or run here, or can't be called as
-            asked.
+            asked; or ``max_m`` is below 1.
     """
+    if max_m is not None and max_m < 1:
+        raise MisuseError(f"max_m is {max_m}: give 1 or more, the largest batch to try")
     if isinstance(fn, str) and ":" not in fn:
         why = registry.get(fn).supports(
             replace(probe.here(device), m=1, dtype=dtype, norm_weight_dtype=dtype)

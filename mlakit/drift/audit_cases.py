@@ -100,18 +100,10 @@ def _unequal_rows(subject: Subject) -> Verdict:
 def _no_rows(subject: Subject) -> Verdict:
     """M = 0 gives empty outputs, and leaves the next call working."""
     given = subject.inputs(0)
-    problem = _wrong_empty(subject.call(*given.args), given)
+    problem = wrong(given, subject.call(*given.args), subject.dtype)
     require(problem is None, problem or "", given)
     subject.check(subject.inputs(2))
     return PASS, "empty outputs of the right shape; M = 2 right after it"
-
-
-def _wrong_empty(got: tuple, given: Inputs) -> str | None:
-    """As ``wrong`` for outputs without elements."""
-    for y, x in zip(got, (given.q, given.k), strict=False):
-        if y.shape != x.shape or y.dtype != x.dtype:
-            return f"returned {tuple(y.shape)} {y.dtype}, wanted {tuple(x.shape)} {x.dtype}"
-    return None
 
 
 def _batches(subject: Subject) -> Verdict:
@@ -181,7 +173,8 @@ def _rank_3(subject: Subject) -> Verdict:
             # rank 3 may be refused, if it is said
             notes.append(f"{name} refused ({one_line(error)})")
             continue
-        require(got[0].shape == q3.shape, f"{name}: shape {tuple(got[0].shape)}", given)
+        for y, x in zip(got, (q3, k3), strict=True):
+            require(y.shape == x.shape, f"{name}: shape {tuple(y.shape)}", given)
         flattened = tuple(y.reshape(x.shape) for y, x in zip(got, want, strict=True))
         require(same(flattened, want), f"{name}: not the bits of the flattened call", given)
         notes.append(f"{name} right")
@@ -197,7 +190,7 @@ def _mixed_weights(subject: Subject) -> Verdict:
         return NOT_APPLICABLE, "the inputs are float32 themselves"
     given = subject.inputs(5, weight_dtype="fp32")
     got = subject.call(*given.args)
-    if got[0].dtype == torch.float32:
+    if all(y.dtype == torch.float32 for y in got):
         return CONVENTION, "float32 weights make the outputs float32"
     rounded = replace(
         given, q_weight=given.q_weight.to(given.q.dtype), k_weight=given.k_weight.to(given.q.dtype)
@@ -235,29 +228,46 @@ def _zero_rows(subject: Subject) -> Verdict:
 
 def _nan_rows(subject: Subject) -> Verdict:
     """A NaN makes its own row NaN, and no other, and is never hidden."""
-    given = subject.inputs(4)
-    given.q[1, 7] = float("nan")
-    q_out, k_out = subject.call(*given.args)
-    require(bool(q_out[1].isnan().all()), "a NaN in the row is hidden", given)
-    clean = torch.cat([q_out[:1].flatten(), q_out[2:].flatten(), k_out.flatten()])
-    require(not bool(clean.isnan().any()), "a NaN spread to other rows or to k", given)
+    for side, name in enumerate("qk"):
+        given = subject.inputs(4)
+        (given.q, given.k)[side][1, 7] = float("nan")
+        got = subject.call(*given.args)
+        own, other = got[side], got[1 - side]
+        require(bool(own[1].isnan().all()), f"{name}: a NaN in the row is hidden", given)
+        clean = torch.cat([own[:1].flatten(), own[2:].flatten(), other.flatten()])
+        spread = f"a NaN in {name} spread to other rows or to {'kq'[side]}"
+        require(not bool(clean.isnan().any()), spread, given)
     return PASS, "its own row, all of it, and no other"
 
 
 def _overflow(subject: Subject) -> Verdict:
     """Squares beyond float32 (bf16, fp32), and magnitudes whose squares float16 can't hold."""
-    given = subject.inputs(3)
-    scale = 1e3 if subject.dtype == "fp16" else 1e15
-    big = replace(given, q=(given.q.float() * scale).to(given.q.dtype))
-    subject.check(big)
+    overflowed = False
+    for side, name in enumerate("qk"):
+        given = subject.inputs(3)
+        subject.check(_scaled(given, name, 1e3 if subject.dtype == "fp16" else 1e15))
+        if subject.dtype == "fp16":
+            continue
+        huge = _scaled(given, name, 1e20)
+        got = subject.call(*huge.args)
+        problem = wrong(huge, got, subject.dtype)
+        if problem is None:
+            continue
+        nan = f"{name}: NaN where squares overflow float32"
+        require(not bool(got[side].isnan().any()), nan, huge)
+        require(not bool(got[side].any()), f"neither right nor zeros: {problem}", huge)
+        overflowed = True
+    if overflowed:
+        return CONVENTION, "zeros from 1e19 on: the float32 sum of squares overflows"
     if subject.dtype == "fp16":
         return PASS, "fp16 squares fit in float32"
-    huge = replace(given, q=(given.q.float() * 1e20).to(given.q.dtype))
-    q_out = subject.call(*huge.args)[0]
-    if wrong(huge, (q_out, subject.call(*huge.args)[1]), subject.dtype) is None:
-        return PASS, "right at 1e20, where float32 squares overflow"
-    require(not bool(q_out.isnan().any()), "NaN where squares overflow float32", huge)
-    return CONVENTION, "zeros from 1e19 on: the float32 sum of squares overflows"
+    return PASS, "right at 1e20, where float32 squares overflow"
+
+
+def _scaled(given: Inputs, name: str, scale: float) -> Inputs:
+    """``given`` with its q or its k times ``scale``."""
+    x = getattr(given, name)
+    return replace(given, **{name: (x.float() * scale).to(x.dtype)})
 
 
 def _independence(subject: Subject) -> Verdict:
@@ -296,14 +306,18 @@ def _rounding(norm: Callable, subject: Subject) -> Verdict:
 
 
 def _bias(subject: Subject) -> Verdict:
-    """Signed relative bias over 4e5 elements: rounding to nearest has none."""
+    """Signed relative bias of each output over 1e5 elements: rounding to nearest has none."""
     given = subject.inputs(256, layout="contiguous")
-    q_out = subject.call(*given.args)[0]
-    drift = compare(q_out, oracle(given.q, given.q_weight, given.q_eps))
-    figures = f"{drift.signed_bias:+.2e} +- {drift.bias_se:.0e}"
-    if drift.biased or not drift.signed_bias == drift.signed_bias:
-        raise Failed(f"one-sided: {figures} a step", describe(given))
-    return PASS, figures
+    q_out, k_out = subject.call(*given.args)
+    found = {
+        "q": compare(q_out, oracle(given.q, given.q_weight, given.q_eps)),
+        "k": compare(k_out, oracle(given.k, given.k_weight, given.k_eps)),
+    }
+    figures = {n: f"{n} {d.signed_bias:+.2e} +- {d.bias_se:.0e}" for n, d in found.items()}
+    for name, drift in found.items():
+        if drift.biased or not drift.signed_bias == drift.signed_bias:
+            raise Failed(f"one-sided: {figures[name]} a step", describe(given))
+    return PASS, ", ".join(figures.values())
 
 
 CASES: tuple[tuple[str, Callable[[Subject], Verdict], bool], ...] = (

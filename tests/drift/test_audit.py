@@ -53,6 +53,56 @@ def test_known_bad_kernels_are_caught(name):
     assert line.smallest in card.text
 
 
+def k_7_above_1e4(q, q_weight, q_eps, k, k_weight, k_eps):
+    q_out, k_out = round_once(q, q_weight, q_eps, k, k_weight, k_eps)
+    large = k.float().abs().amax(-1, keepdim=True) > 1e4
+    return q_out, torch.where(large, torch.full_like(k_out, 7), k_out)
+
+
+def k_cut_in_large_batches(q, q_weight, q_eps, k, k_weight, k_eps):
+    q_out, k_out = round_once(q, q_weight, q_eps, k, k_weight, k_eps)
+    if len(k) < 200:
+        return q_out, k_out
+    # one bit pattern less is one step toward zero, of either sign
+    bits = k_out.view(torch.int16)
+    return q_out, torch.where(bits != 0, bits - 1, bits).view(k_out.dtype)
+
+
+def nothing_for_no_rows(q, *rest):
+    return round_once(q, *rest) if len(q) else ()
+
+
+def nan_in_k_hidden(q, q_weight, q_eps, k, k_weight, k_eps):
+    return round_once(q, q_weight, q_eps, k.nan_to_num(0.0), k_weight, k_eps)
+
+
+def float32_q_alone(q, q_weight, q_eps, k, k_weight, k_eps):
+    q_out, k_out = round_once(q, q_weight, q_eps, k, k_weight, k_eps)
+    return q_out.to(torch.promote_types(q.dtype, q_weight.dtype)), k_out
+
+
+@pytest.mark.parametrize(
+    ("fn", "name", "words"),
+    [
+        (nan_in_k_hidden, "NaN rows", "k: a NaN in the row is hidden"),
+        (k_7_above_1e4, "overflow of squares", "k: row 0 column 0 is 7"),
+        (k_cut_in_large_batches, "signed bias", "one-sided: k"),
+        (nothing_for_no_rows, "M = 0", "wanted a pair"),
+        (float32_q_alone, "float32 weights", "q: returned torch.float32"),
+    ],
+)
+def test_a_fault_of_one_output_fails_its_line(fn, name, words):
+    line = by_name(audit(fn, max_m=1))[name]
+    assert line.verdict == "fail"
+    assert words in line.detail
+
+
+@pytest.mark.parametrize("max_m", [0, -1])
+def test_no_batch_to_try_is_refused(max_m):
+    with pytest.raises(MisuseError, match=f"max_m is {max_m}: give 1 or more"):
+        audit(round_once, max_m=max_m)
+
+
 def test_every_known_bad_kernel_is_tried():
     assert set(NEEDED_LINE) | {"rows above 65535 lost"} == set(KNOWN_BAD)
 
