@@ -177,13 +177,13 @@ def prepare(q, q_weight, q_eps, k, k_weight, k_eps, out=None) -> tuple:
             wanted of a kernel that has no backward.
     """
     check(q, q_weight, q_eps, k, k_weight, k_eps, out)
-    need_memory(q, q_weight, k, k_weight, *(out or ()))
-    written(*(out or ()))
-    if derivative_wanted(q, q_weight, k, k_weight):
+    if derivative_wanted(q, q_weight, k, k_weight):  # first: a transform's tensors have no address
         raise MisuseError(
             "a gradient is wanted but this path has no backward: "
             "call it under torch.no_grad(), or use torch_native"
         )
+    need_memory(q, q_weight, k, k_weight, *(out or ()))
+    written(*(out or ()))
     if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
         raise MisuseError("a weight is not contiguous: give weight.contiguous(), once, at load")
     q_rows, k_rows = as_rows(q, "q"), as_rows(k, "k")
