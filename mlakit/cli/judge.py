@@ -17,8 +17,6 @@ from mlakit.errors import ExitCode, MisuseError, one_of, unknown
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; this machine's first by default.")]
 Target = Annotated[str, typer.Argument(help="A path's name, or module:function.")]
-_OTHERS = ("accuracy", "samples")
-"""how the name of a recorded file ends that holds no timing rows"""
 
 
 def _where(device: str, dtype: str) -> str:
@@ -216,14 +214,14 @@ def _usable_rows(named: list[str]):
     """
     import pandas as pd
 
+    from mlakit.sweep.parquet import timing_files
     from mlakit.sweep.store import read_rows
     from mlakit.sweep.tune import candidates
 
     frames = []
     for name in named:
         frame = read_rows(name)
-        files = [f for f in sorted(Path(name).glob("*.parquet")) if not f.stem.endswith(_OTHERS)]
-        if frame.empty and files:
+        if frame.empty and (files := timing_files(Path(name))):
             frame = pd.concat([read_rows(f) for f in files], ignore_index=True)
         if candidates(frame).empty:
             raise MisuseError(

@@ -61,8 +61,9 @@ def ordered(c: Context) -> Choice:
     if not paths:
         # Torch's own operators ask least of their arguments: their reason is the one to mend.
         least = max(_candidates(c), key=lambda p: p.launches, default=None)
-        why = f" ({least.supports(c)})" if least and least.supports(c) else ""
-        return made(RAISES, f"no path delivers {c.quant} on {c.arch} here{why}")
+        why = least and least.supports(c)
+        told = f" ({why})" if why else ""
+        return made(RAISES, f"no path delivers {c.quant} on {c.arch} here{told}")
     fused = [p for p in _candidates(c) if p.fused]
     if c.quant == "none":
         fused = [p for p in fused if p.name in _FUSED[c.vendor]]

@@ -107,11 +107,10 @@ def _trusted(quant: str, device: torch.device) -> Callable:
         q, k = buffer[:, :128], buffer[:, 128:132]
         # 1.5 and 0.75 are exact in E2M1 and in FP8 whichever way the scale of amax 1.5 is rounded.
         q_weight = torch.where(columns[:128] % 32 < 8, 1.5, 0.75)
-        values, scale, k_out = kernel(
-            q, q_weight.to(q), 1e-6, k, torch.ones(4, dtype=torch.float32).to(q), 1e-6
-        )
+        k_weight = torch.ones(4, dtype=torch.float32)
+        values, scale, k_out = kernel(q, q_weight.to(q), 1e-6, k, k_weight.to(q), 1e-6)
         q_out = quantised.dequantise(quant, QuantisedQ(values, scale)).cpu()
-        want = oracle(k.cpu(), torch.ones(4, dtype=torch.float32), 1e-6).float()
+        want = oracle(k.cpu(), k_weight, 1e-6).float()
         return ("q", q_out, signs[:, :128].sign() * q_weight), ("k", k_out.float().cpu(), want)
 
     return aiter_api.proven(f"aiter_{quant}", device, partial(load, quant, device), answers)

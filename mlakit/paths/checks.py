@@ -295,9 +295,7 @@ def refuse_unwritable(outputs: dict[str, torch.Tensor]) -> None:
             raise MisuseError(f"{name} wants a gradient: give its detach(), or use torch.no_grad()")
         if y.is_inference() and not torch.is_inference_mode_enabled():
             raise MisuseError(f"{name} was made in inference mode: give one made outside")
-        if 0 in y.stride() and any(
-            n > 1 and not s for n, s in zip(y.shape, y.stride(), strict=True)
-        ):
+        if any(n > 1 and not s for n, s in zip(y.shape, y.stride(), strict=True)):
             raise MisuseError(f"{name} is an expanded view, rows in one place: give clone()")
 
 

@@ -165,7 +165,7 @@ def trend_frame(found: list[Entry]) -> pd.DataFrame:
         values = (mean.value, mean.lo, mean.hi) if mean else (float("nan"),) * 3
         rows.append([e.started_at, *values, e.status])
     frame = pd.DataFrame(rows, columns=["at", "ratio", "lo", "hi", "status"])
-    frame["at"] = pd.to_datetime(frame["at"], format="ISO8601", utc=True, errors="coerce")
+    frame["at"] = pd.to_datetime(frame["at"], format="ISO8601", utc=True)
     return frame
 
 

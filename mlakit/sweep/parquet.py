@@ -30,6 +30,12 @@ def schema(kind: str):
     )
 
 
+def timing_files(folder: Path, pattern: str = "*.parquet") -> list[Path]:
+    """The recorded files of timing rows below ``folder``, by name: not accuracy, not samples."""
+    found = sorted(folder.glob(pattern))
+    return [f for f in found if not f.stem.endswith(("accuracy", "samples"))]
+
+
 def replace_whole(target: Path, write) -> None:
     """Call ``write(temporary)`` and rename it to ``target``: there whole, or not there."""
     target.parent.mkdir(parents=True, exist_ok=True)

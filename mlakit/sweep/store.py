@@ -21,6 +21,7 @@ from mlakit import __version__, locks
 from mlakit.datafiles import data_dir, read_json
 from mlakit.errors import LockedError, MisuseError, one_of
 from mlakit.records import COLUMNS, SCHEMA_VERSION, Cell, check_row, instant, now
+from mlakit.sweep import parquet
 from mlakit.sweep.parquet import migrate, read_file, replace_whole, schema, write_table
 
 PIN = "baseline.txt"
@@ -118,9 +119,7 @@ def recorded_rows(pattern: str = "*/*.parquet"):
     import pandas as pd
 
     folder = data_dir() / "recorded"
-    files = [
-        f for f in sorted(folder.glob(pattern)) if not f.stem.endswith(("accuracy", "samples"))
-    ]
+    files = parquet.timing_files(folder, pattern)
     frames = [read_rows(f).assign(file=f.relative_to(folder).as_posix()) for f in files]
     empty = pd.DataFrame(columns=[*COLUMNS["timing"], "file"])
     return pd.concat(frames, ignore_index=True) if frames else empty
